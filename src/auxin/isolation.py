@@ -1,0 +1,44 @@
+"""Contexts in which a model can be run without a trace: random state and buffers are as before afterwards."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextmanager
+def same_random_state(model: nn.Module) -> Iterator[None]:
+    """Python's, numpy's and torch's generators (on every device of the model) end where they started."""
+    devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
+    states = random.getstate(), np.random.get_state()
+    cuda = [device for device in devices if device.type == "cuda"]
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextmanager
+def same_buffers(model: nn.Module) -> Iterator[None]:
+    """Passes write to clones of the buffers; the model's own are put back untouched."""
+    own = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        for module, buffers in own:
+            module._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
+        yield
+    finally:
+        for module, buffers in own:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+@contextmanager
+def isolated(model: nn.Module) -> Iterator[None]:
+    """Both, with gradients enabled whatever the caller's mode."""
+    with same_random_state(model), same_buffers(model), torch.inference_mode(False), torch.enable_grad():
+        yield

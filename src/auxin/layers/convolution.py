@@ -1,0 +1,95 @@
+"""Convolutions of one, two and three dimensions: a row is an output pixel, its features the unfolded patch."""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from auxin.layers.base import Rule, computing, has_bias, register, weight_of, with_constant
+from auxin.linalg import convolution_n, read_counts
+from auxin.statistics import gram_sum
+from auxin.structure import Reading
+
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+class ConvolutionRule(Rule):
+    """`nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` with every stride, padding, padding mode and dilation."""
+
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+    def virtual(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """(n, F0, *grid), its memory laid out channels last."""
+        patches = with_constant(patch_grid(cast(Conv, module), computing(inputs)), has_bias(module))
+        return patches.movedim(-1, 1)
+
+    def rows(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """(pixels, F1): the unfolded patches."""
+        patches = patch_grid(cast(Conv, module), computing(inputs))
+        return with_constant(patches.flatten(0, -2), has_bias(module))
+
+    def output_rows(self, outputs: Tensor) -> Tensor:
+        """(pixels, M)."""
+        return computing(outputs).movedim(1, -1).flatten(0, -2)
+
+    def neuron_rows(self, module: nn.Module, reading: Reading, inputs: Tensor) -> Tensor:
+        """(pixels, k, O): the patches of k channels."""
+        patches = patch_grid(cast(Conv, module), computing(inputs))
+        return patches.flatten(0, -2).unflatten(-1, (inputs.shape[1], -1))
+
+    def offsets(self, module: nn.Module, reading: Reading) -> int:
+        """Every entry of the kernel is one."""
+        return weight_of(module).shape[2:].numel()
+
+    def read_gram(self, module: nn.Module, reading: Reading, virtual: Tensor) -> Tensor:
+        """A pixel weighs by the number of (output, offset) pairs that read it."""
+        conv = cast(Conv, module)
+        padded = pad_borders(conv, virtual)
+        counts = read_counts(padded.shape[2:], conv.kernel_size, conv.stride, (0,) * len(conv.stride), conv.dilation)
+        weights = counts.to(padded).flatten().repeat(len(padded))
+        rows = padded.movedim(1, -1).flatten(0, -2)
+        if bool((weights == 0).any()):
+            rows, weights = rows[weights > 0], weights[weights > 0]
+        return gram_sum(rows, weights)
+
+    def read_cross(self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor) -> Tensor:
+        """The weight gradient of a convolution whose input are the virtual channels."""
+        conv = cast(Conv, module)
+        padded = pad_borders(conv, virtual)
+        none = (0,) * len(conv.stride)
+        return convolution_n(padded, v.to(padded.dtype), conv.kernel_size, conv.stride, none, conv.dilation).double()
+
+    def response(self, module: nn.Module, delta: Tensor, inputs: Tensor) -> Tensor:
+        """(n, M, *grid)."""
+        new = self.update(module, delta)
+        return cast(Conv, module)._conv_forward(computing(inputs), new["weight"], new.get("bias"))
+
+
+def pad_borders(conv: Conv, inputs: Tensor) -> Tensor:
+    """`inputs` with the borders that the layer would add, whatever its padding mode."""
+    borders = cast(list[int], conv._reversed_padding_repeated_twice)
+    if not any(borders):
+        return inputs
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    return F.pad(inputs, borders, mode=mode)
+
+
+def patch_grid(conv: Conv, inputs: Tensor) -> Tensor:
+    """The patches that the layer reads: (n, *grid, channels * offsets)."""
+    padded = pad_borders(conv, inputs)
+    n, channels, *sizes = padded.shape
+    geometry = list(zip(sizes, conv.kernel_size, conv.stride, conv.dilation, strict=True))
+    grid = [(size - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, dilation in geometry]
+    steps = padded.stride()
+    strides = [
+        steps[0],
+        *(step * stride for step, stride in zip(steps[2:], conv.stride, strict=True)),
+        steps[1],
+        *(step * dilation for step, dilation in zip(steps[2:], conv.dilation, strict=True)),
+    ]
+    view = padded.as_strided([n, *grid, channels, *conv.kernel_size], strides, padded.storage_offset())
+    return view.reshape(n, *grid, channels * torch.Size(conv.kernel_size).numel())
+
+
+register(ConvolutionRule())

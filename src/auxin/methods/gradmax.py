@@ -1,0 +1,61 @@
+"""GradMax (Evci et al. 2022), as B.1 of the paper states it: zero fan-in, the fan-out with the largest gradient."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from auxin.linalg import gradmax
+from auxin.methods.base import Choice, Method, Proposal, SiteView, Statistics, directions_that_gain, register
+from auxin.methods.tiny import FIXED_NORM, to_norm
+
+TINY_FAN_IN = 1e-6
+
+
+@register
+@dataclass(frozen=True)
+class GradMax(Method):
+    """The fan-out that maximises the gradient of the new fan-in (`eq:GradMax`), on the raw v.
+
+    norm: "linear" brings the root mean square norm of the fan-outs to 1e-3 (`fig:Pareto_WT`), "sqrt" to sqrt(1e-3)
+    (`fig:sqrt_GM`). An activation with a kink at 0 would leave a fan-in of exactly zero dead for ever, on both
+    sides: the fan-in is then 1e-6 times the direction of its first gradient step (the reference implementation takes
+    the derivative at 0 to be 1, to the same effect).
+    """
+
+    norm: Literal["linear", "sqrt"] = "linear"
+    name = "gradmax"
+
+    @property
+    def statistics(self) -> Statistics:
+        """N with the raw v."""
+        return "raw"
+
+    def propose(self, view: SiteView, count: Choice) -> Proposal:
+        """The first `count` right singular vectors of N; for "auto" those that gain on the held-out fold."""
+        n = view.n()
+        most = min(n.shape)
+        omega, values = gradmax(n, most if count == "auto" else min(count, most))
+        notes: tuple[str, ...] = ()
+        if count != "auto" and len(omega) < count:
+            notes = (f"asked for {count} neurons, but N has rank {len(omega)}: added {len(omega)}",)
+            warnings.warn(f"{view.site.name}: {notes[0]}", stacklevel=2)
+        toward = omega @ n.T
+        if count == "auto" and len(omega):
+            chosen = directions_that_gain(view, toward * 1e-9, view.split(omega))
+            omega, toward = omega[chosen], toward[chosen]
+        omega, _ = to_norm(omega, FIXED_NORM if self.norm == "linear" else FIXED_NORM**0.5)
+        alpha = torch.zeros_like(toward)
+        offset = {}
+        if len(omega):
+            slopes = view.slopes(toward)
+            offset = slopes.offset
+            if any(not torch.allclose(slopes.plus[k], -slopes.minus[k], rtol=1e-2, atol=1e-12) for k in slopes.plus):
+                length = toward.norm(dim=1, keepdim=True).clamp(min=1e-300)
+                alpha = toward / length * TINY_FAN_IN
+                notes = (*notes, "the activation has a kink at 0: fan-ins of norm 1e-6 in place of 0")
+        return Proposal(
+            alpha, view.split(omega), singular_values=values, scaling="fixed", rate_neurons=0.0, offset=offset,
+            notes=notes,
+        )  # fmt: skip

@@ -1,0 +1,255 @@
+"""What is minimised, seen from a batch: `(input, target)` with a loss, or anything with an `Objective`.
+
+A *task* answers five questions about a batch: what the model makes of it, what that costs on average, how many
+samples stand behind the average, whether the average can be taken over some of the rows only, and one score a
+sample for the rules that compare sizes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from auxin.errors import AuxinError, InputError
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Task(ABC):
+    """How a batch is run, weighed and scored."""
+
+    @abstractmethod
+    def inputs(self, batch: Any) -> Any:
+        """What the model is called with."""
+
+    @abstractmethod
+    def size(self, batch: Any) -> int:
+        """The number of samples behind a batch's mean loss."""
+
+    @abstractmethod
+    def run(self, model: nn.Module, batch: Any) -> Any:
+        """The model's answer to the whole batch."""
+
+    @abstractmethod
+    def mean(self, answer: Any, batch: Any, rows: Tensor | None = None) -> Tensor:
+        """The mean loss over the batch, or over some of its rows."""
+
+    @abstractmethod
+    def splits(self, answer: Any, batch: Any) -> bool:
+        """Whether `mean` can take rows."""
+
+    @abstractmethod
+    def scores(self, answer: Any, batch: Any, rows: Tensor | None = None) -> Tensor:
+        """One value a sample, the lower the better."""
+
+    @abstractmethod
+    def constant_score(self, batches: list[tuple[Any, Any, Tensor | None]]) -> float:
+        """The mean score of the best constant prediction over (answer, batch, rows) triples."""
+
+
+class Supervised(Task):
+    """Batches `(input, target)` and `loss(output, target)`, mean-reduced."""
+
+    def __init__(self, loss: Loss, score: Callable[[Any, Any], Tensor] | None = None) -> None:
+        self.loss = loss
+        self.score = score
+
+    def inputs(self, batch: Any) -> Any:
+        """The first half of the pair."""
+        return pair(batch)[0]
+
+    def size(self, batch: Any) -> int:
+        """The first dimension of the first input tensor."""
+        return first_tensor(pair(batch)[0]).shape[0]
+
+    def run(self, model: nn.Module, batch: Any) -> Any:
+        """`model(input)`, `model(*input)` or `model(**input)`."""
+        return call(model, pair(batch)[0])
+
+    def mean(self, answer: Any, batch: Any, rows: Tensor | None = None) -> Tensor:
+        """The user's loss, on the rows alone where asked."""
+        target = pair(batch)[1]
+        return self.loss(answer, target) if rows is None else self.loss(answer[rows], target[rows])
+
+    def splits(self, answer: Any, batch: Any) -> bool:
+        """Where output and target are tensors with a row a sample."""
+        n, target = self.size(batch), pair(batch)[1]
+        tensors = [answer, target]
+        return n > 1 and all(torch.is_tensor(t) and t.dim() > 0 and t.shape[0] == n for t in tensors)
+
+    def scores(self, answer: Any, batch: Any, rows: Tensor | None = None) -> Tensor:
+        """Half the Brier score for classes, the squared error for regression, else the loss itself."""
+        target = pair(batch)[1]
+        if rows is not None:
+            answer, target = answer[rows], target[rows]
+        kind = self._kind(answer, target)
+        if self.score is not None:
+            return self.score(answer, target).double()
+        if kind == "classes":
+            return half_brier(answer, target)
+        if kind == "regression":
+            return (answer.double() - target.double()).square().flatten(1).mean(1)
+        if not torch.is_tensor(answer):
+            return self.loss(answer, target).double().reshape(1)
+        return torch.stack([self.loss(answer[i : i + 1], target[i : i + 1]) for i in range(len(answer))]).double()
+
+    def constant_score(self, batches: list[tuple[Any, Any, Tensor | None]]) -> float:
+        """Class frequencies or means where those are best; else found by gradient descent on the loss."""
+        answers = torch.cat([answer if rows is None else answer[rows] for answer, _, rows in batches]).detach()
+        targets = torch.cat([pair(b)[1] if rows is None else pair(b)[1][rows] for _, b, rows in batches])
+        kind = self._kind(answers, targets)
+        if self.score is None and kind == "classes":
+            shares = one_hot(answers, targets).flatten(2).movedim(1, -1).flatten(0, 1).mean(0)
+            return float((1 - shares.square().sum()) / 2)
+        if self.score is None and kind == "regression":
+            return float((targets.double() - targets.double().mean(0)).square().mean())
+        constant = best_constant(self.loss, answers, targets)
+        pairs = [(constant, (None, targets), None)]
+        return float(self.scores(*pairs[0]).mean())
+
+    def _kind(self, answer: Any, target: Any) -> str:
+        if not (torch.is_tensor(answer) and torch.is_tensor(target)):
+            return "other"
+        if not target.is_floating_point():
+            return "classes" if answer.dim() >= 2 and answer.dim() == target.dim() + 1 else "other"
+        name = getattr(self.loss, "__name__", type(self.loss).__name__).lower()
+        regression = any(part in name for part in ("mse", "l1", "huber"))
+        return "regression" if regression and answer.shape == target.shape else "other"
+
+
+class Objective(Task):
+    """`fn(model, batch) -> mean loss` for every kind of batch that is not `(input, target)`.
+
+    `size(batch)`: the number of samples behind that mean (default: the first dimension of the first tensor found in
+    the batch). `score(model, batch)`: one value a sample, for the rules that compare sizes; left out, the loss of
+    each batch. `baseline`: the score of the best constant prediction; left out, that of the model when first seen.
+    `inputs(batch)`: what the model is called with, needed to find sites (default: the batch itself, or its first
+    half if it is a pair).
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[nn.Module, Any], Tensor],
+        size: Callable[[Any], int] | None = None,
+        score: Callable[[nn.Module, Any], Tensor] | None = None,
+        baseline: float | None = None,
+        inputs: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.fn = fn
+        self.score = score
+        self.baseline = baseline
+        self._size = size
+        self._inputs = inputs
+
+    def inputs(self, batch: Any) -> Any:
+        """As `inputs` says, else the batch or its first half."""
+        if self._inputs is not None:
+            return self._inputs(batch)
+        return batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
+
+    def size(self, batch: Any) -> int:
+        """As `size` says, else the first dimension of the first tensor in the batch."""
+        return self._size(batch) if self._size is not None else first_tensor(batch).shape[0]
+
+    def run(self, model: nn.Module, batch: Any) -> Any:
+        """The mean loss, and the scores where they are defined."""
+        loss = self.fn(model, batch)
+        with torch.no_grad():
+            scores = None if self.score is None or torch.is_grad_enabled() else self.score(model, batch)
+        return loss, scores
+
+    def mean(self, answer: Any, batch: Any, rows: Tensor | None = None) -> Tensor:
+        """The loss that `fn` gave."""
+        return answer[0]
+
+    def splits(self, answer: Any, batch: Any) -> bool:
+        """Never: whole batches alternate between the folds."""
+        return False
+
+    def scores(self, answer: Any, batch: Any, rows: Tensor | None = None) -> Tensor:
+        """As `score` says, else the batch's mean loss."""
+        return answer[0].double().reshape(1) if answer[1] is None else answer[1].double().flatten()
+
+    def constant_score(self, batches: list[tuple[Any, Any, Tensor | None]]) -> float:
+        """As `baseline` says, else what the model scores now."""
+        if self.baseline is None:
+            values = torch.cat([self.scores(answer, batch) for answer, batch, _ in batches])
+            self.baseline = float(values.mean())
+        return self.baseline
+
+
+def as_task(loss: Any) -> Task:
+    """The task behind what a user passes as `loss`."""
+    if isinstance(loss, Task):
+        return loss
+    if not callable(loss):
+        raise InputError(
+            f"loss is {loss!r}; accepted: a function loss(output, target) -> scalar tensor, or auxin.Objective(fn)"
+        )
+    return Supervised(loss)
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """A batch as (input, target), or the error that says what is accepted."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise InputError(
+        f"a batch is a {type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, (tuple, list)) else ''}; "
+        "accepted: pairs (input, target). For any other batch pass loss=auxin.Objective(fn)"
+    )
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """`model(inputs)`; a tuple or list is spread as arguments, a mapping as keywords."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if torch.is_tensor(value):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [t for item in value for t in tensors_in(item)] if isinstance(value, (tuple, list)) else []
+
+
+def first_tensor(value: Any) -> Tensor:
+    """The first tensor with at least one dimension."""
+    for tensor in tensors_in(value):
+        if tensor.dim() > 0:
+            return tensor
+    raise InputError(f"found no tensor in a {type(value).__name__}; pass auxin.Objective(fn, size=...) for such batches")
+
+
+def one_hot(answer: Tensor, target: Tensor) -> Tensor:
+    """Class targets (n, ...) as (n, classes, ...), in float64."""
+    return F.one_hot(target.clamp(min=0).long(), answer.shape[1]).movedim(-1, 1).double()
+
+
+def half_brier(answer: Tensor, target: Tensor) -> Tensor:
+    """Half the Brier score of each sample, (n,): positions beyond the class axis are averaged."""
+    error = (answer.double().softmax(1) - one_hot(answer, target)).square().sum(1) / 2
+    return error.reshape(len(answer), -1).mean(1)
+
+
+def best_constant(loss: Loss, answers: Tensor, targets: Tensor) -> Tensor:
+    """The one output, repeated, that costs least; found with L-BFGS from the mean answer."""
+    constant = answers.mean(0, keepdim=True).clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([constant], max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(constant.expand(answers.shape), targets)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(closure)  # type: ignore[arg-type]
+    if not bool(torch.isfinite(constant).all()):
+        raise AuxinError("no best constant prediction was found; pass auxin.Objective(fn, score=..., baseline=...)")
+    return constant.detach().expand(answers.shape)

@@ -1,0 +1,98 @@
+"""When a growing network grows, by how much, up to which size, and when it stops for good."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from auxin.errors import InputError
+from auxin.select import Budget
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Settings of a `Grower`. A policy counts calls of `step`; each call that is due is an *opportunity*.
+
+    When:
+        every: an opportunity every so many calls.
+        schedule: explicit calls (the first is 1) in the place of `every`.
+        patience: only after so many calls without an improvement of the metric (`step` then needs one); `better`
+            says whether "lower" or "higher" is one, `margin` by how much at least.
+        share_rise: only where some site's share of the bottleneck in E|v|^2 has risen by so much since the last
+            growth (or the first look).
+
+    How many:
+        neurons: "slack" (the default) doubles every site while half of one would not do; "auto", a number, a dict or
+            a `Budget` are passed to `grow` at every opportunity.
+        rho, smallest, tied: of the slack rule. A site is too narrow below `smallest` neurons, or where leaving out
+            half of it raises the held-out score by more than rho of what the model is better than a constant
+            prediction, and by more than two standard errors. Tied: one narrow site widens all.
+
+    Up to where:
+        largest: no site grows beyond this width. parameters, multiply_adds: nor the model beyond these sizes.
+        total: how many opportunities the whole training will have; growth ends for good after the share `until` of
+            them. None: growth ends after three opportunities in a row that added nothing.
+    """
+
+    every: int = 1
+    schedule: Sequence[int] | None = None
+    patience: int | None = None
+    better: Literal["lower", "higher"] = "lower"
+    margin: float = 0.0
+    share_rise: float | None = None
+    neurons: int | str | Mapping[str, int] | Budget = "slack"
+    rho: float = 0.01
+    smallest: int = 4
+    tied: bool = True
+    largest: int | None = 256
+    parameters: int | None = None
+    multiply_adds: int | None = None
+    total: int | None = None
+    until: float = 0.5
+
+    def __post_init__(self) -> None:
+        wholes = ("every", "patience", "smallest", "largest", "parameters", "multiply_adds", "total")
+        for name in wholes:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InputError(f"Policy({name}={value!r}); accepted: a whole number of at least 1")
+        if self.better not in ("lower", "higher"):
+            raise InputError(f"Policy(better={self.better!r}); accepted: 'lower' or 'higher'")
+        if not 0 < self.until <= 1:
+            raise InputError(f"Policy(until={self.until!r}); accepted: a share of training, above 0 and at most 1")
+        if not self.rho >= 0:
+            raise InputError(f"Policy(rho={self.rho!r}); accepted: a number of at least 0")
+        if isinstance(self.neurons, str) and self.neurons not in ("slack", "auto"):
+            raise InputError(
+                f"Policy(neurons={self.neurons!r}); accepted: 'slack', 'auto', a number, a dict or auxin.Budget(...)"
+            )
+
+    def over(self, calls: int, idle: int) -> bool:
+        """Whether growth has ended for good, after so many calls and idle opportunities in a row."""
+        if self.schedule is not None and calls > max(self.schedule, default=0):
+            return True
+        if self.total is not None:
+            return calls > self.until * self.total
+        return idle >= 3
+
+    def due(self, calls: int) -> bool:
+        """Whether a call is an opportunity by its number alone."""
+        return calls in self.schedule if self.schedule is not None else calls % self.every == 0
+
+    def improved(self, metric: float, best: float | None) -> bool:
+        """Whether a metric beats the best so far."""
+        if best is None:
+            return True
+        gain = best - metric if self.better == "lower" else metric - best
+        return gain > self.margin
+
+
+def checked_metric(policy: Policy, metric: Any) -> float | None:
+    """The metric as a number; an error where the policy waits for one and there is none."""
+    if policy.patience is None:
+        return None if metric is None else float(metric)
+    if metric is None:
+        raise InputError("the policy waits for a plateau (patience=...), and step() got no metric; pass metric=...")
+    value = float(metric)
+    if value != value:
+        raise InputError("metric is NaN; accepted: a number")
+    return value
