@@ -158,7 +158,7 @@ def grown(model: nn.Module, sites: Sites) -> nn.Module:
     copy = scratch(model)
     for site in sites:
         count = -(-NEURONS // site.group) * site.group
-        new = {slot: entries(slot_tensor(copy, slot), slot, count) for slot in site.slots}
+        new = {slot: entries(slot_tensor(copy, slot), slot, count).abs() for slot in site.slots}
         apply(copy, [Change(site, count, new)])
     return copy
 

@@ -229,16 +229,32 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_diagnose_prints_a_table(write: Callable[..., str], tmp_path: Path) -> None:
     done = auxin("diagnose", write("def target(): return parts()"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "0" in done.stdout
-    assert "ottleneck" in done.stdout
+    assert "bottleneck" in done.stdout
+    assert "not offered: 2: " in done.stdout
 
 
 def test_diagnose_json(write: Callable[..., str], tmp_path: Path) -> None:
     noisy = "print('importing')\ndef target(): print('called'); return parts()"
     done = auxin("diagnose", write(noisy), "--json", "--batches", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert isinstance(json.loads(done.stdout), dict)
+    result = json.loads(done.stdout)
+    assert [row["site"] for row in result["rows"]] == ["0"]
+    assert result["samples"] == 32
     assert "importing" in done.stderr
+
+
+def test_reader_that_goes_away_is_no_error(write: Callable[..., str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "auxin", "diagnose", write("def target(): return parts()"), "--json"]
+    # With an unbuffered output nothing would be left to be written when the process ends.
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": ""}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path, env=environment
+    )
+    os.close(writer)
+    assert done.returncode == 1
+    assert "BrokenPipe" not in done.stderr
 
 
 def test_diagnose_refuses_in_one_line(write: Callable[..., str], tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # A module imports from its own level or from those below it, and never in a circle.
 LEVELS = [
     {"errors", "linalg", "whitening", "statistics", "history", "structure", "isolation", "objectives"},
-    {"layers", "edits", "optimizers", "plots", "report", "report_figures"},
+    {"layers", "edits", "optimizers", "plots", "report", "report_figures", "select", "costs", "policy"},
     {"collect", "surgery"},
-    {"features", "checkpoint", "tracing", "proving", "sites", "select"},
+    {"features", "checkpoint", "tracing", "proving", "sites", "slack"},
     {"methods"},
     {"scale"},
-    {"diagnosis", "grower", "policy"},
+    {"growth", "grower", "diagnosis"},
     {"__init__"},
     {"__main__", "cli", "cli_demo", "cli_diagnose", "cli_values", "demo"},
 ]

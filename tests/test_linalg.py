@@ -1,6 +1,9 @@
 """The algebra against brute force in float64, one test a formula, and the traps that each formula has."""
 
+import importlib
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.nn import functional as F
 import reference
 from auxin import linalg
 from auxin.errors import InputError, NumericalError
+from auxin.statistics import cross_sum, gram_sum
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 shapes = st.fixed_dictionaries(
@@ -86,6 +90,19 @@ def test_shifts_and_scales_of_the_inputs_do_no_harm(shift, scale, damping):
     torch.testing.assert_close(
         moved @ product(found), reference.with_constant(x) @ product(plain), rtol=1e-6, atol=1e-6
     )
+
+
+@pytest.mark.parametrize(("shift", "scale"), [(100.0, 1.0), (0.0, 1e-4), (100.0, 1e-4)])
+def test_float32_rows_keep_every_direction(shift, scale):
+    x, v = ((draw(0, 200, 8) + shift) * scale).float(), draw(1, 200, 5).float()
+    s, n = gram_sum(x, constant=True) / 200, cross_sum(x, v, constant=True) / 200
+    found = linalg.new_neurons(s, n, constant=True, precision=1e-7)
+    wide = reference.with_constant(x.double())
+    assert linalg.whitener(s, constant=True, precision=1e-7).rank == 9
+    expected = reference.singular_values(wide, v.double(), 200)
+    torch.testing.assert_close(found.singular_values, expected, rtol=1e-5, atol=0)
+    plain = reference.with_constant(x).T @ reference.with_constant(x) / 200
+    assert torch.linalg.matrix_rank(plain, hermitian=True) < 9 or torch.linalg.eigvalsh(plain)[0] < 1e-4
 
 
 def test_without_centring_and_scaling_a_shift_ruins_the_damped_directions():
@@ -409,6 +426,14 @@ def test_selection_leaves_duplicated_and_dead_features_to_the_end():
     assert linalg.select_greedy(gram, torch.zeros(3, 5).double(), 2).shape == (2,)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_selection_is_not_led_by_rounding_once_the_rest_depends(seed):
+    b1 = draw(seed, 30, 4) @ draw(seed + 1, 4, 9)
+    order = linalg.select_greedy(reference.outer_sum(b1, b1), draw(seed + 2, 3, 9), 9).tolist()
+    assert sorted(order) == list(range(9))
+    assert order[4:] == sorted(order[4:])
+
+
 # --- convolutions ----------------------------------------------------------------------------------------------
 
 
@@ -473,13 +498,37 @@ def test_a_single_offset_makes_a_convolution_linear():
 
 
 def test_convolution_n_in_float32_loses_nothing_to_a_mean_of_100():
-    _, _, consumer = convolution_problem(0, 2, True)
-    virtual = draw(0, 4, 3, 8, 8).float() + 100
-    v = draw(1, 4, 2, *reference.output_size((8, 8), consumer)).float()
+    virtual, v = draw(0, 16, 3, 8, 8), draw(1, 16, 2, 8, 8)
+    consumer = ((3, 3), (1, 1), (1, 1), (1, 1))
+
+    def error(mean: float) -> float:
+        moved = (virtual + mean).float()
+        exact = linalg.convolution_n(moved.double(), v.float().double(), *consumer)
+        return float((linalg.convolution_n(moved, v.float(), *consumer) - exact).abs().max())
+
+    assert error(100.0) < 3 * error(0.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_accelerator_gives_the_same(kind):
+    b0, v, n = problem(300, 240, 260, 0, kind)
+    s, cross = moments(b0, v, n)
+    for constant in (False, True):
+        for solve in (linalg.new_neurons, linalg.top_neurons):
+            here = solve(s, cross, 2, constant=constant)
+            there = solve(s.cuda(), cross.cuda(), 2, constant=constant)
+            torch.testing.assert_close(product(there).cpu(), product(here), **EXACT)
+    assert linalg.select_greedy(s.cuda(), cross.T.cuda(), 3).tolist() == linalg.select_greedy(s, cross.T, 3).tolist()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="TF32 needs an accelerator")
+def test_convolution_n_on_an_accelerator_is_as_exact():
+    virtual, v = draw(0, 16, 40, 8, 8).float() + 100, draw(1, 16, 30, 8, 8).float()
+    consumer = ((3, 3), (1, 1), (1, 1), (1, 1))
     exact = linalg.convolution_n(virtual.double(), v.double(), *consumer)
-    level = linalg.convolution_n(torch.ones(4, 1, 8, 8).double(), v.double(), *consumer)
-    error = (linalg.convolution_n(virtual, v, *consumer) - exact).abs().max()
-    assert error < 1e-5 * (exact - 100 * level).abs().max() + 1e-7 * 100 * level.abs().max()
+    found = linalg.convolution_n(virtual.cuda(), v.cuda(), *consumer).cpu()
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-3)
 
 
 def test_read_counts_of_unequal_lengths_are_refused():
@@ -489,3 +538,18 @@ def test_read_counts_of_unequal_lengths_are_refused():
 
 def test_read_counts_where_nothing_fits():
     assert float(linalg.read_counts((2,), (3,), (1,), (0,), (1,)).sum()) == 0
+
+
+# --- the page --------------------------------------------------------------------------------------------------
+
+
+def test_the_mathematics_page_names_what_exists():
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs" / "mathematics.md").read_text(encoding="utf-8")
+    sources = "".join(path.read_text(encoding="utf-8") for path in tests.glob("test_*.py"))
+    names = set(re.findall(r"`(test_\w+)`", page))
+    assert len(names) > 20
+    assert [name for name in names if f"def {name}(" not in sources] == []
+    functions = set(re.findall(r"`(linalg|statistics|whitening)\.(\w+)`", page))
+    assert len(functions) > 15
+    assert [f for f in functions if not hasattr(importlib.import_module(f"auxin.{f[0]}"), f[1])] == []

@@ -1,5 +1,6 @@
 """Sums: against loops, whatever the mean, the type and the weights; merged and all-reduced as one pass."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import distributed as dist
 
 import reference
 from auxin.errors import InputError
-from auxin.statistics import CHUNK, Sums, clamped_samples, cross_sum, estimation_samples, gram_sum
+from auxin.statistics import CHUNK, Sums, clamped_samples, cross_sum, estimation_samples, full_precision, gram_sum
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -69,6 +70,18 @@ def test_float32_error_is_as_stated_whatever_the_mean(mean, rows):
     assert ((cross_sum(x, y) - wide.T @ other).abs() / torch.outer(spread, other_spread)).max() < 1e-6 + 10 * float64
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_large_mean_does_not_multiply_the_rounding_of_another_feature(weighted):
+    x = draw(0, 64, 2, dtype=torch.float32) * torch.tensor([0.01, 100.0]) + 100
+    weights = draw(1, 64, dtype=torch.float32).abs() if weighted else torch.ones(64)
+    wide, mass = x.double(), weights.double()
+    centred = (wide - (mass @ wide) / mass.sum()) * mass[:, None].sqrt()
+    spread = centred.norm(dim=0)
+    expected = (wide * mass[:, None]).T @ wide
+    error = (gram_sum(x, weights if weighted else None) - expected).abs() / torch.outer(spread, spread)
+    assert error.max() < 2e-6
+
+
 def test_plain_float32_product_does_lose_what_centring_keeps():
     x = draw(0, 2000, 8, dtype=torch.float32) + 100
     wide = x.double()
@@ -87,11 +100,41 @@ def test_half_types_are_multiplied_in_float32(dtype):
 
 
 def test_autocast_does_not_touch_the_products():
-    x, y = draw(0, 100, 5, dtype=torch.float32), draw(1, 100, 3, dtype=torch.float32)
+    x, y = draw(0, 400, 200, dtype=torch.float32), draw(1, 400, 100, dtype=torch.float32)
     expected = gram_sum(x), cross_sum(x, y)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(gram_sum(x), expected[0])
         assert torch.equal(cross_sum(x, y), expected[1])
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_fast_inexact_products_are_off_for_a_while(precision):
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        asked = matmul.fp32_precision, convolution.fp32_precision
+        with contextlib.suppress(KeyboardInterrupt), full_precision(torch.device("cpu")):
+            assert (matmul.fp32_precision, convolution.fp32_precision) == ("ieee", "ieee")
+            raise KeyboardInterrupt
+        assert (matmul.fp32_precision, convolution.fp32_precision) == asked
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="TF32 needs an accelerator")
+def test_sums_on_an_accelerator_are_as_exact():
+    x, y = draw(0, 3000, 200, dtype=torch.float32).cuda() + 100, draw(1, 3000, 100, dtype=torch.float32).cuda()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = gram_sum(x), cross_sum(x, y)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    torch.testing.assert_close(found[0], x.double().T @ x.double(), rtol=1e-11, atol=3e-3)
+    torch.testing.assert_close(found[1], x.double().T @ y.double(), rtol=1e-11, atol=3e-3)
 
 
 def test_rows_without_weight_leave_zeros():

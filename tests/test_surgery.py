@@ -1,18 +1,22 @@
 import copy
 import gc
 import io
+import itertools
 import sys
 import weakref
 
 import pytest
 import torch
-from helpers_surgery import MODELS, bits, build, change, conv_site, entries, linear_site, mlp, snapshot, train
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from auxin import surgery
 from auxin.errors import AuxinError, InputError, ModelChangedError, OptimizerError, StaleGraphError, WrapperError
-from auxin.structure import Change, Count, Slot
+from auxin.structure import Change, Count, Site, Slot
 from auxin.surgery import apply, plain, scratch
+from examples import examples
+from helpers_surgery import MODELS, bits, build, change, conv_site, entries, linear_site, mlp, producer, snapshot, train
 
 KINDS = list(MODELS)
 
@@ -75,7 +79,7 @@ def test_new_neurons_stand_where_the_layout_says():
 
 def test_outer_layout():
     model = nn.Sequential(nn.Linear(2, 3), nn.Flatten(), nn.Linear(4 * 3, 2))
-    slots = (Slot("0", "weight", 0, "fan_in"), Slot("0", "bias", 0, "fan_in"), Slot("2", "weight", 1, "fan_out", outer=4))
+    slots = (*producer("0"), Slot("2", "weight", 1, "fan_out", outer=4))
     site = linear_site(model, "0", "2")
     site = type(site)("0", ("0",), (), (), slots, (Count("0", "out_features"), Count("2", "in_features", 4)), {}, model)
     x = torch.randn(5, 4, 2)
@@ -367,6 +371,44 @@ def test_inference_mode_leaves_no_inference_tensors():
     train(model, x, adam(model))
 
 
+def test_gradients_of_an_old_graph_by_name_are_refused():
+    model, sites, x = build("mlp")
+    loss = model(x).sum()
+    apply(model, changes_of(model, sites))
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(loss, list(model.parameters()))
+
+
+@examples(60)
+@given(
+    shape=st.lists(st.integers(1, 3), min_size=0, max_size=3),
+    axis=st.integers(0, 3),
+    outer=st.integers(1, 3),
+    inner=st.integers(1, 3),
+    width=st.integers(0, 4),
+    count=st.integers(0, 3),
+    data=st.data(),
+)
+def test_layout_against_a_loop(shape, axis, outer, inner, width, count, data):
+    axis = min(axis, len(shape))
+    slot = Slot("", "tensor", axis - len(shape) - 1 if data.draw(st.booleans()) else axis, "carried", outer, inner)
+    model = nn.Module()
+    model.tensor = nn.Parameter(torch.randn(*shape[:axis], outer * width * inner, *shape[axis:]))
+    new = torch.randn(*shape[:axis], outer, count, inner, *shape[axis:])
+    keep = data.draw(st.none() | st.permutations(range(width)).map(lambda p: torch.tensor(p[: width // 2], dtype=int)))
+    old = model.tensor.detach().clone().movedim(axis, 0)
+    kept = list(range(width)) if keep is None else keep.tolist()
+    site = Site("", ("",), (), (), (slot,), (), {}, model)
+    apply(model, [Change(site, count, {slot: new}, keep=keep)])
+    got = model.tensor.detach().movedim(axis, 0)
+    total = len(kept) + count
+    assert len(got) == outer * total * inner
+    fresh = new.movedim((axis, axis + 1, axis + 2), (0, 1, 2))
+    for a, n, b in itertools.product(range(outer), range(total), range(inner)):
+        wanted = old[(a * width + kept[n]) * inner + b] if n < len(kept) else fresh[a, n - len(kept), b]
+        assert torch.equal(got[(a * total + n) * inner + b], wanted)
+
+
 # All or nothing
 
 STAGES = [
@@ -433,6 +475,21 @@ def test_an_exception_at_any_stage_leaves_everything_as_it_was(stage, when, monk
     train(model, x, optimizer)
 
 
+def test_an_old_graph_can_be_used_after_a_growth_that_was_taken_back(monkeypatch):
+    model, (site,), x = build("mlp")
+    loss, original = model[0](x).sum(), surgery._outdate
+
+    def faulty(*arguments):
+        original(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(surgery, "_outdate", faulty)
+    with pytest.raises(KeyboardInterrupt):
+        apply(model, [change(model, site, 2)])
+    loss.backward()
+    assert model[0].weight.grad.shape == (4, 5)
+
+
 def test_an_interrupt_at_any_line_leaves_all_or_nothing():
     model, optimizer, _, item = grown_case()
     before = snapshot(model, optimizer)
@@ -466,17 +523,17 @@ def interrupted_at(number, action):
         if event == "line":
             left[0] -= 1
             if left[0] < 0:
-                sys.settrace(None)
                 raise KeyboardInterrupt
         return trace
 
+    others = sys.gettrace()  # a coverage tool's
     sys.settrace(trace)
     try:
         action()
     except KeyboardInterrupt:
         return True
     finally:
-        sys.settrace(None)
+        sys.settrace(others)
     return False
 
 

@@ -47,7 +47,7 @@ def make_page() -> str:
     parts = [HEAD, "## Functions\n", *(function_entry(name, thing) for name, thing in functions.items())]
     parts += ["## Classes\n", *(class_entry(name, thing) for name, thing in classes.items() if name not in errors)]
     parts += ["## Errors\n", *(error_line(name, thing) for name, thing in errors.items())]
-    return "\n".join(parts).rstrip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
 
 def function_entry(name: str, function: Any) -> str:
@@ -97,7 +97,16 @@ def docstring(thing: Any) -> str:
     text = inspect.cleandoc(thing.__doc__ or "")
     if not text or text.startswith(f"{getattr(thing, '__name__', '')}("):
         raise SystemExit(f"{getattr(thing, '__qualname__', thing)} has no docstring")
-    return text
+    return "\n".join(listed(line) for line in text.splitlines())
+
+
+def listed(line: str) -> str:
+    """An entry of an indented block, as under `Args:`, as an item of a list; other lines as they are."""
+    entry = re.fullmatch(r" {4}(\w[\w, ]*): (.*)", line)
+    if entry:
+        names = ", ".join(f"`{name.strip()}`" for name in entry.group(1).split(","))
+        return f"- {names}: {entry.group(2)}"
+    return f"\n{line}\n" if re.fullmatch(r"\w[\w ]*:", line) else line.removeprefix("      ")
 
 
 class Verbatim(str):

@@ -71,17 +71,22 @@ def load(path: _Path, seed_model: nn.Module) -> nn.Module:
     error it is left as it was.
     """
     model = plain(seed_model)
-    file = _read(Path(path))
+    try:
+        with torch.inference_mode(False):  # a Parameter filled with inference tensors could not be trained
+            _load(Path(path), model)
+    except (AuxinError, OSError, AttributeError, TypeError, LookupError) as error:
+        raise CheckpointError(f"cannot load {os.fspath(path)}: {error}") from error
+    return seed_model
+
+
+def _load(path: Path, model: nn.Module) -> None:
+    file = _read(path)
     spans = _spans(file.history)
     stored = {**file.tensors, **{name: file.tensors[first] for name, first in file.ties.items()}}
     known = {key: span for key, span in spans.items() if key[0] in stored}  # buffers may not be persistent
-    _check_history(known, stored, f"the tensors in {os.fspath(path)}")
-    _check_seed(model, file, spans, path)
-    try:
-        replay(model, list(_changes(model, file.history)), file.tensors)
-    except (AuxinError, AttributeError, TypeError, LookupError) as error:
-        raise CheckpointError(f"the history in {os.fspath(path)} cannot be replayed on this model: {error}") from error
-    return seed_model
+    _check_history(known, stored, "the tensors in the file")
+    _check_seed(model, file, spans)
+    replay(model, list(_changes(model, file.history)), file.tensors)
 
 
 def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -132,7 +137,8 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
         save_file(tensors, temporary, metadata)
         _sync(temporary)
         os.replace(temporary, target)
-        _sync(target.parent)
+        if os.name == "posix":  # elsewhere a folder cannot be opened
+            _sync(target.parent)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
     finally:
@@ -152,26 +158,29 @@ def _read(path: Path) -> _File:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if "auxin" not in metadata:
-                raise CheckpointError(f"{path} was not written by auxin.save: its header has no history")
+                raise CheckpointError("it was not written by auxin.save: its header has no history")
             if metadata["auxin"] != FORMAT:
-                raise CheckpointError(f"{path} has format {metadata['auxin']}; this version of auxin reads {FORMAT}")
+                raise CheckpointError(f"it has format {metadata['auxin']}; this version of auxin reads {FORMAT}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is no safetensors file, or a damaged one: {error}") from error
-    return _decoded(path, metadata, tensors)
+        raise CheckpointError(f"it is no safetensors file, or a damaged one: {error}") from error
+    return _decoded(metadata, tensors)
 
 
-def _decoded(path: Path, metadata: dict[str, str], tensors: dict[str, Tensor]) -> _File:
+def _decoded(metadata: dict[str, str], tensors: dict[str, Tensor]) -> _File:
     try:
         layout = json.loads(metadata["layout"])
-        for name, memory in layout["formats"].items():
-            tensors[name] = torch.empty_like(tensors[name], memory_format=_FORMATS[memory]).copy_(tensors[name])
+        formats = {name: _FORMATS[memory] for name, memory in layout["formats"].items() if tensors[name].dim() > 3}
+        own = {name: _copy(tensor, formats.get(name)) for name, tensor in tensors.items()}
         ties = {name: first for name, first in layout["ties"].items() if tensors[first] is not None}
-        return _File(tensors, ties, History.from_json(metadata["history"]))
+        return _File(own, ties, History.from_json(metadata["history"]))
     except (AuxinError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the header of {path} is damaged: {error!r}; save the model again") from error
+        raise CheckpointError(f"its header is damaged: {error!r}; save the model again") from error
+
+
+def _copy(tensor: Tensor, memory: torch.memory_format | None) -> Tensor:
+    """A copy that no longer depends on the file, which may be mapped into memory."""
+    return torch.empty_like(tensor, memory_format=memory or torch.contiguous_format).copy_(tensor)
 
 
 def _spans(history: History) -> dict[tuple[str, int], _Span]:
@@ -223,7 +232,7 @@ def _check_history(spans: dict[tuple[str, int], _Span], tensors: Mapping[str, Te
         )
 
 
-def _check_seed(model: nn.Module, file: _File, spans: dict[tuple[str, int], _Span], path: _Path) -> None:
+def _check_seed(model: nn.Module, file: _File, spans: dict[tuple[str, int], _Span]) -> None:
     """The seed model must have the file's tensors, in the shapes that they had before the history."""
     tensors, ties = _contents(model)
     ours, theirs = {*tensors, *ties}, {*file.tensors, *file.ties}
@@ -237,8 +246,8 @@ def _check_seed(model: nn.Module, file: _File, spans: dict[tuple[str, int], _Spa
         problems = [f"tied tensors are {ties}, expected {file.ties}"]
     if problems:
         raise CheckpointError(
-            f"{os.fspath(path)} does not fit this seed model; pass a model built like the one that was saved, before "
-            "its first growth:\n  " + "\n  ".join(problems)
+            "it does not fit this seed model; pass a model built like the one that was saved, before its first "
+            "growth:\n  " + "\n  ".join(problems)
         )
 
 

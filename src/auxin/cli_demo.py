@@ -4,19 +4,17 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table as RichTable
 
 from auxin.cli_values import positive_int
+from auxin.demo import GROWN, Run, Settings, Summary, run_demo, summarise
 from auxin.history import Growth
 from auxin.report import Epoch, Table, check_writable, write_report
 from auxin.report_figures import number
-
-if TYPE_CHECKING:
-    from auxin.demo import Run, Summary
 
 REPORT = "auxin-demo.html"
 COLUMNS = ("run", "accuracy", "widths", "parameters", "FLOPs", "seconds")
@@ -47,9 +45,6 @@ def add_command(commands: Any, shared: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> Mapping[str, Any]:
     """Run the demo, print it as it goes, write the page, and return everything as plain data."""
-    # Imported late: `auxin --help` answers at once.
-    from auxin.demo import GROWN, Settings, run_demo, summarise
-
     check_writable(options.report)
     settings = Settings(seeds=options.seeds)
     console.print("Growing an MLP on 8×8 digits, 64-1-1-10 at first; each line is a growth.\n")
@@ -103,7 +98,7 @@ def total(values: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def cells(summary: "Summary") -> tuple[str, ...]:
+def cells(summary: Summary) -> tuple[str, ...]:
     """A summary as text, in the order of COLUMNS."""
     return (
         summary.name,
@@ -115,7 +110,7 @@ def cells(summary: "Summary") -> tuple[str, ...]:
     )
 
 
-def result_table(summaries: Sequence["Summary"]) -> RichTable:
+def result_table(summaries: Sequence[Summary]) -> RichTable:
     """The table at the end, for the terminal."""
     table = RichTable(*COLUMNS, caption=CAPTION.format(seeds=len(summaries[0].widths)), caption_justify="left")
     for summary in summaries:
@@ -123,12 +118,12 @@ def result_table(summaries: Sequence["Summary"]) -> RichTable:
     return table
 
 
-def page_table(summaries: Sequence["Summary"]) -> Table:
+def page_table(summaries: Sequence[Summary]) -> Table:
     """The same table, for the page."""
     return Table("Result", COLUMNS, list(map(cells, summaries)), CAPTION.format(seeds=len(summaries[0].widths)))
 
 
-def as_data(settings: Any, runs: Sequence["Run"], summaries: Sequence["Summary"], report: Path) -> dict[str, Any]:
+def as_data(settings: Settings, runs: Sequence[Run], summaries: Sequence[Summary], report: Path) -> dict[str, Any]:
     """Everything that was measured, ready for JSON."""
     return {
         "settings": asdict(settings),

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
+from auxin import diagnose
 from auxin.cli_values import positive_int, split_names
 from auxin.errors import InputError, unknown
 
@@ -56,23 +57,24 @@ def add_command(commands: Any, shared: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> Mapping[str, Any]:
     """Print the table and return it as plain data."""
-    # Imported late: `auxin --help` answers at once.
-    from auxin import diagnose
-
     target = load_target(options.target)
-    batches = with_progress(target.batches, options.batches, console)
+    batches = with_progress(target.batches, options.batches)
     diagnosis = diagnose(target.model, batches, target.loss, sites=options.sites, damping=options.damping)
     console.print(diagnosis)
     for refusal in diagnosis.refused:
-        console.print(f"not offered: {refusal}", style="dim", markup=False, highlight=False)
+        console.print(f"not offered: {refusal}", style="dim", markup=False, highlight=False, soft_wrap=True)
     return diagnosis.to_dict()
 
 
-def with_progress(batches: Iterable[Any], limit: int | None, console: Console) -> Iterator[Any]:
-    """The first `limit` batches, with a bar that goes away at the end."""
+def with_progress(batches: Iterable[Any], limit: int | None) -> Iterator[Any]:
+    """The first `limit` batches, with a bar on a terminal's standard error that goes away at the end."""
     length = getattr(batches, "__len__", lambda: None)()
     total = length if limit is None or length is None else min(limit, length)
-    return iter(track(islice(batches, limit), "measuring", total=total, console=console, transient=True))
+    console = Console(stderr=True)
+    shown = track(
+        islice(batches, limit), "measuring", total, console=console, transient=True, disable=not console.is_terminal
+    )
+    return iter(shown)
 
 
 def load_target(text: str) -> Target:

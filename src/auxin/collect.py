@@ -241,10 +241,20 @@ def splits(measurement: Measurement, kept: Kept, found: Pass) -> bool:
         return measurement.task.splits(measurement.task.run(measurement.model, kept.batch), kept.batch)
 
 
-def one_fold(kept: list[Kept]) -> None:
-    """Every sample enters the estimate."""
+def one_fold(kept: list[Kept], fold: Fold = "estimate") -> list[Kept]:
+    """Every sample enters the estimate (or the fold named)."""
     for batch in kept:
-        batch.rows = {"estimate": None}
+        batch.rows = {fold: None}
+    return kept
+
+
+def with_held_out(measurement: Measurement, batches: Iterable[Any]) -> None:
+    """The batches drawn so far make the estimate, these ones the choices."""
+    one_fold(measurement.kept)
+    stream = Stream(batches, measurement.task, measurement.model, measurement.kept[-1].seed + 1)
+    kept = [stream.first()]
+    stream.more(kept, None)
+    measurement.kept.extend(one_fold(kept, "held_out"))
 
 
 def forward_backward(model: nn.Module, task: Task, sites: Sequence[Site], kept: Kept) -> Pass:

@@ -32,7 +32,8 @@ class Settings:
     seeds: int = 3
     epochs: int = 40
     batch: int = 32
-    rate: float = 0.01
+    measured_batch: int = 256
+    rate: float = 0.003
     weight_decay: float = 0.01
     test_share: float = 0.25
     seed_widths: tuple[int, ...] = (1, 1)
@@ -139,7 +140,8 @@ def train(
     for epoch, (count, value) in enumerate(train_epochs(model, loss, optimizer, steps, digits, settings.batch), 1):
         flops += FLOPS_PER_WEIGHT * settings.batch * weights(model) * count
         epochs.append(measure(model, epoch, value, digits))
-        growth = grower.step(digits.batches(settings.batch, generator)) if grower else None
+        # A few large batches are measured faster than many small ones.
+        growth = grower.step(digits.batches(settings.measured_batch, generator)) if grower else None
         observer(name, seed, epochs[-1], growth)
     final = measure(model, len(epochs), epochs[-1].loss, digits)
     history = grower.history if grower else History()

@@ -105,7 +105,9 @@ class Draft:
     @property
     def replaced(self) -> bool:
         """Whether the tensor gets new storage; else its entries are written in place."""
-        return bool(self.resizes) or memory_format(self.value) != memory_format(self.tensor)
+        layout = zip(self.tensor.shape, self.tensor.stride(), strict=True)
+        overlapping = any(size > 1 and stride == 0 for size, stride in layout)  # cannot be written
+        return bool(self.resizes) or overlapping or memory_format(self.value) != memory_format(self.tensor)
 
     def add(self, update: Tensor) -> None:
         """Add to the entries; an update made for the size before all drafting is zero where neurons are new."""

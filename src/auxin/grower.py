@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from auxin.collect import Measurement, Stream, consumer_sums, split_folds
+from auxin.collect import Measurement, Stream, consumer_sums, iterated, split_folds, with_held_out
 from auxin.costs import multiply_adds, parameters
 from auxin.errors import CheckpointError
 from auxin.features import blank_change
@@ -20,7 +20,7 @@ from auxin.objectives import as_task
 from auxin.optimizers import check as check_optimizers
 from auxin.policy import Policy, checked_metric
 from auxin.slack import Slack, measure_slack, widths_doubled
-from auxin.structure import Sites
+from auxin.structure import Site, Sites
 from auxin.surgery import apply, plain, scratch
 
 Numbers = Any
@@ -36,6 +36,7 @@ class State:
     best: float | None = None
     waited: int = 0
     shares: dict[str, float] = field(default_factory=dict)
+    narrow: dict[str, int] = field(default_factory=dict)
     baseline: float | None = None
 
 
@@ -88,12 +89,17 @@ class Grower:
         """Whether growth has ended for good; `step` then costs nothing."""
         return self._state.finished
 
-    def step(self, batches: Iterable[Any], metric: float | None = None) -> Growth | None:
+    def step(
+        self, batches: Iterable[Any], metric: float | None = None, held_out: Iterable[Any] | None = None
+    ) -> Growth | None:
         """One call of the policy; grows when and where it says.
 
         Args:
             batches: an iterable of training batches, iterated only at an opportunity, and as far as needed.
             metric: what the policy watches, if it waits for a plateau.
+            held_out: batches that the model is not trained on, for everything that is chosen: whether a width is
+                enough, amplitudes, dampings. None holds out half of the rows of `batches`; a model that has learned
+                those by heart then seems to miss every neuron.
 
         Returns:
             What was grown, or None.
@@ -104,7 +110,7 @@ class Grower:
         state.finished = state.finished or self.policy.over(state.calls, state.idle)
         if state.finished or not self._due(value):
             return None
-        growth = self._opportunity(batches)
+        growth = self._opportunity(batches, held_out)
         if growth is None or growth.added == 0:
             state.idle += 1
             return None if growth is None or not growth.changed else self._remember(growth, value)
@@ -113,7 +119,7 @@ class Grower:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, to resume with `load_state_dict` (the model is saved apart)."""
-        return {**vars(self._state), "shares": dict(self._state.shares), "history": self.history.to_json()}
+        return {**vars(self._state), "shares": dict(self._state.shares), "narrow": dict(self._state.narrow), "history": self.history.to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
@@ -129,6 +135,7 @@ class Grower:
         growth = replace(growth, call=self._state.calls, metric=metric)
         self.history.append(growth)
         self._state.waited = 0
+        self._state.narrow.clear()
         return growth
 
     def _due(self, metric: float | None) -> bool:
@@ -141,16 +148,17 @@ class Grower:
                 return False
         return policy.due(state.calls)
 
-    def _opportunity(self, batches: Iterable[Any]) -> Growth | None:
+    def _opportunity(self, batches: Iterable[Any], held_out: Iterable[Any] | None) -> Growth | None:
         target = plain(self.model)
+        others = None if held_out is None else list(iterated(held_out))
         with isolated(target):
-            stage = self._look(target, batches)
-            numbers = self._numbers(stage)
+            measurement, sites = self._look(target, batches)
+            drawn = [kept.batch for kept in measurement.kept]
+            numbers = self._numbers(measurement, sites, others)
         if not numbers:
             return None
-        request = Request(self.method, numbers, stage[1], None, None, insists=False)
-        kept = [batch.batch for batch in stage[0].kept]
-        return carry_out(target, kept, self.task, request, self.optimizers)
+        request = Request(self.method, numbers, sites, None, None, others, insists=False)
+        return carry_out(target, drawn, self.task, request, self.optimizers)
 
     def _look(self, target: nn.Module, batches: Iterable[Any]) -> tuple[Measurement, Sites]:
         stream = Stream(batches, self.task, target, int(torch.randint(2**31, ())))
@@ -160,9 +168,8 @@ class Grower:
         stream.more(kept, samples_wanted(target, sites))
         return Measurement(target, self.task, sites, kept), sites
 
-    def _numbers(self, stage: tuple[Measurement, Sites]) -> Numbers:
+    def _numbers(self, measurement: Measurement, sites: Sites, others: list[Any] | None) -> Numbers:
         """What to ask of `grow` now; nothing where no growth is due."""
-        measurement, sites = stage
         if self.policy.share_rise is not None and not self._risen(measurement):
             return None
         if self.policy.neurons != "slack":
@@ -171,17 +178,24 @@ class Grower:
         young = {site.name for site in sites if site.width < self.policy.smallest}
         narrow = set(young)
         if not young or not self.policy.tied:
-            narrow |= self._too_narrow(measurement, Sites(tuple(s for s in sites if s.name not in young)))
+            narrow |= self._too_narrow(measurement, [s for s in sites if s.name not in young], others)
         numbers = widths_doubled(list(sites), narrow, self.policy.tied, self.policy.largest)
         return self._within(measurement, sites, numbers)
 
-    def _too_narrow(self, measurement: Measurement, sites: Sites) -> set[str]:
+    def _too_narrow(self, measurement: Measurement, sites: list[Site], others: list[Any] | None) -> set[str]:
         if not sites:
             return set()
-        split_folds(measurement, torch.Generator().manual_seed(measurement.kept[0].seed))
+        if others is None:
+            split_folds(measurement, torch.Generator().manual_seed(measurement.kept[0].seed))
+        else:
+            with_held_out(measurement, others)
         sums = consumer_sums(measurement, ["estimate"])
-        self.slack = measure_slack(measurement, sums, list(sites))
-        return {slack.site for slack in self.slack if slack.too_narrow(self.policy.rho)}
+        self.slack = measure_slack(measurement, sums, sites)
+        streaks = self._state.narrow
+        for slack in self.slack:
+            narrow = slack.too_narrow(self.policy.rho, self.policy.errors)
+            streaks[slack.site] = streaks.get(slack.site, 0) + 1 if narrow else 0
+        return {slack.site for slack in self.slack if streaks[slack.site] >= self.policy.confirm}
 
     def _risen(self, measurement: Measurement) -> bool:
         """Whether some site's share of the bottleneck has risen enough since the last growth."""

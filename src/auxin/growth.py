@@ -18,6 +18,7 @@ from auxin.collect import (
     output_variance,
     site_sums,
     split_folds,
+    with_held_out,
 )
 from auxin.errors import InputError
 from auxin.history import Growth, Record
@@ -49,6 +50,7 @@ def grow(
     method: str | Method = "sprout",
     amplitude: float | None = None,
     samples: int | None = None,
+    held_out: Iterable[Any] | None = None,
 ) -> Growth:
     """Add neurons to a model in place; the model, its parameters and the optimizer stay the same objects.
 
@@ -63,6 +65,8 @@ def grow(
         method: a name or an instance: "sprout" (the default), "tiny", "gradmax", "random".
         amplitude: None searches on held-out samples; a number fixes it; 0.0 leaves the output as it is.
         samples: how many samples to draw, in the place of the sample rule.
+        held_out: batches for everything that is chosen (amplitudes, dampings, numbers), all of them; best such that
+            the model was not trained on. None holds out half of the rows of `batches`.
 
     Returns:
         A record for every site: what was asked and added, predicted and measured.
@@ -71,7 +75,7 @@ def grow(
         AuxinError: for anything that cannot be done; model and optimizer are then as they were.
     """
     check_amplitude(amplitude)
-    request = Request(resolve(method), neurons, sites, amplitude, samples, insists=neurons != "auto")
+    request = Request(resolve(method), neurons, sites, amplitude, samples, held_out, neurons != "auto")
     return carry_out(plain(model), batches, as_task(loss), request, as_list(optimizer))
 
 
@@ -103,13 +107,15 @@ class Request:
     sites: Sites | Sequence[str] | None
     amplitude: float | None
     samples: int | None
+    held_out: Iterable[Any] | None
     insists: bool = True
     """Whether neurons enter even where no amplitude lowers the held-out loss, then with zero fan-out."""
 
     @property
     def chooses(self) -> bool:
         """Whether something must be chosen on samples that the estimate has not seen."""
-        return self.amplitude is None or not isinstance(self.neurons, int) or self.method.chooses
+        searched = self.amplitude is None and self.method.searches
+        return searched or self.method.chooses or self.neurons == "auto"
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,9 @@ def prepare(
     measurement = Measurement(model, task, sites, kept)
     generator = torch.Generator().manual_seed(seed)
     notes: tuple[str, ...] = ()
-    if request.chooses:
+    if request.chooses and request.held_out is not None:
+        with_held_out(measurement, request.held_out)
+    elif request.chooses:
         note = split_folds(measurement, generator)
         notes = (note,) if note else ()
     else:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from auxin.errors import InputError, NumericalError
+from auxin.statistics import full_precision
 from auxin.whitening import Whitener, whitener
 from auxin.whitening import whitening as whitening
 
@@ -25,6 +26,7 @@ OVERSAMPLING = 8
 RITZ_TOLERANCE = 1e-13
 SPACE_SHARE = 4
 LEAST_BLOCKS = 6
+DEPENDENT = 1e-9
 
 
 @dataclass(frozen=True)
@@ -220,12 +222,12 @@ def select_greedy(g: Tensor, weight: Tensor, count: int) -> Tensor:
 
     Each step takes the feature that lowers E|W b1 - W' b1_K|^2 most, W' refitted; with R what G is after regression on
     those taken, that fall is |W R_j|^2 / R_jj, and R loses R_j R_j^T / R_jj, as a pivoted Cholesky. A prefix is the
-    selection of fewer. Features that depend on those taken come last, in index order.
+    selection of fewer. Features of whose second moment those taken explain all but 1e-9 come last, in index order.
     """
     rest = g.clone()
     effect = weight @ g
     open_ = torch.ones(len(g), dtype=torch.bool, device=g.device)
-    floor = len(g) * torch.finfo(g.dtype).eps * g.diagonal()
+    floor = DEPENDENT * g.diagonal()
     order: list[int] = []
     for _ in range(min(count, len(g))):
         variance = rest.diagonal()
@@ -300,16 +302,18 @@ def convolution_n(
 
     Divided by n it is N of eq:pseudo_N, and it is the weight gradient of the convolution that reads the `virtual`
     channels (n, F0, *size) and whose output has the gradient `v` (n, M, *size'). Products are made in the channels'
-    own type, about each channel's mean, whose share is added in float64: N of a channel that is 1 everywhere.
+    own type about each channel's mean, whose share is added in float64: the mean times N of a channel of ones.
     """
 
     def correlate(channels: Tensor) -> Tensor:
         shape = channels.new_empty(1).expand(v.shape[1], channels.shape[1], *kernel)
         geometry = (list(stride), list(padding), list(dilation), False, [0] * len(kernel), 1)
         backward = torch.ops.aten.convolution_backward
-        gradient: Tensor = backward(v.to(channels), channels, shape, None, *geometry, [False, True, False])[1]
+        with full_precision(channels.device):
+            gradient: Tensor = backward(v.to(channels), channels, shape, None, *geometry, [False, True, False])[1]
         return gradient.flatten(2).transpose(0, 1).flatten(1).double()
 
-    mean = virtual.transpose(0, 1).flatten(1).mean(dim=1)
-    centred_part = correlate(virtual - mean.view(-1, *[1] * len(kernel)))
-    return centred_part.addr_(mean.double(), correlate(torch.ones_like(virtual[:, :1]))[0])
+    mean = virtual.mean(dim=(0, *range(2, virtual.dim())))
+    about_mean = correlate(virtual - mean.view(-1, *[1] * len(kernel)))
+    level = correlate(torch.ones_like(virtual[:, :1], dtype=torch.float64))
+    return about_mean.addr_(mean.double(), level[0])

@@ -102,7 +102,7 @@ class Supervised(Task):
         targets = torch.cat([pair(b)[1] if rows is None else pair(b)[1][rows] for _, b, rows in batches])
         kind = self._kind(answers, targets)
         if self.score is None and kind == "classes":
-            shares = one_hot(answers, targets).flatten(2).movedim(1, -1).flatten(0, 1).mean(0)
+            shares = one_hot(answers, targets).movedim(1, -1).flatten(0, -2).mean(0)
             return float((1 - shares.square().sum()) / 2)
         if self.score is None and kind == "regression":
             return float((targets.double() - targets.double().mean(0)).square().mean())

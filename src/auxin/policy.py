@@ -23,9 +23,10 @@ class Policy:
     How many:
         neurons: "slack" (the default) doubles every site while half of one would not do; "auto", a number, a dict or
             a `Budget` are passed to `grow` at every opportunity.
-        rho, smallest, tied: of the slack rule. A site is too narrow below `smallest` neurons, or where leaving out
-            half of it raises the held-out score by more than rho of what the model is better than a constant
-            prediction, and by more than two standard errors. Tied: one narrow site widens all.
+        rho, errors, confirm, smallest, tied: of the slack rule. A site is too narrow below `smallest` neurons, or
+            where leaving out half of it raises the held-out score by more than rho of what the model is better than
+            a constant prediction, and by more than `errors` standard errors, at `confirm` opportunities in a row.
+            Tied: one narrow site widens all.
 
     Up to where:
         largest: no site grows beyond this width. parameters, multiply_adds: nor the model beyond these sizes.
@@ -41,6 +42,8 @@ class Policy:
     share_rise: float | None = None
     neurons: int | str | Mapping[str, int] | Budget = "slack"
     rho: float = 0.01
+    errors: float = 2.0
+    confirm: int = 1
     smallest: int = 4
     tied: bool = True
     largest: int | None = 256
@@ -50,7 +53,7 @@ class Policy:
     until: float = 0.5
 
     def __post_init__(self) -> None:
-        wholes = ("every", "patience", "smallest", "largest", "parameters", "multiply_adds", "total")
+        wholes = ("every", "patience", "confirm", "smallest", "largest", "parameters", "multiply_adds", "total")
         for name in wholes:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

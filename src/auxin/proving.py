@@ -1,6 +1,7 @@
 """Proof that a site can grow: a throw-away copy, widened by neurons that nothing reads, gives the same output."""
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ DOUBLE_LIMIT = 2**28
 _TOLERANCE = {torch.float64: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _FLOAT32_TOLERANCE = 1e-4
 _DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout"
+
+_NOTHING = "a copy of the model gives no finite floating-point output on the example that could be compared"
 
 Run = Callable[[nn.Module, torch.dtype | None], Any]
 """Runs a model on the example, its floating-point tensors in a given type (None: as they are)."""
@@ -51,6 +54,12 @@ class Outputs:
     tensors: tuple[Tensor, ...] = ()
     error: str = ""
 
+    @property
+    def comparable(self) -> bool:
+        """Whether there is anything that a change could show in."""
+        numbers = (t for t in self.tensors if t.is_floating_point() or t.is_complex())
+        return any(bool(t.isfinite().any()) for t in numbers)
+
     def difference(self, other: "Outputs") -> float:
         """The largest change, relative to the tensor's largest entry; infinite where shapes or finiteness differ."""
         if len(self.tensors) != len(other.tensors):
@@ -72,26 +81,25 @@ class Proof:
         """In float64 where the model runs in it, else in its own type; constant tensors are made uneven."""
         size = sum(p.numel() for p in model.parameters())
         for dtype in (torch.float64, None) if size < DOUBLE_LIMIT else (None,):
-            copy = scratch(model)
-            copy = copy if dtype is None else copy.to(dtype)
-            make_uneven(copy)
-            base = {mode: outputs(copy, run, dtype, mode) for mode in (False, True)}
-            base = {mode: result for mode, result in base.items() if not result.error}
-            if base:
+            base = scratch(model) if dtype is None else scratch(model).to(dtype)
+            make_uneven(base)
+            found = {mode: outputs(base, run, dtype, mode) for mode in (False, True)}
+            found = {mode: result for mode, result in found.items() if result.comparable}
+            if found:
                 break
-        fixed = {m: r for m, r in base.items() if not m or not r.difference(outputs(copy, run, dtype, m, seed=1))}
-        return cls(copy, run, dtype, fixed or base)
+        fixed = {m: r for m, r in found.items() if not m or not r.difference(outputs(base, run, dtype, m, seed=1))}
+        return cls(base, run, dtype, fixed or found)
 
     def failure(self, sites: Sequence[Site]) -> str | None:
         """What goes wrong when these sites are widened together; None if nothing does."""
-        copy = scratch(self.model)
+        wider = light_copy(self.model)
         try:
             for site in sites:
-                widen(copy, site)
+                widen(wider, site)
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             return f"a copy could not be widened: {brief(error)}"
         for mode, before in self.base.items():
-            after = outputs(copy, self.run, self.dtype, mode)
+            after = outputs(wider, self.run, self.dtype, mode)
             if after.error:
                 return f"a widened copy cannot run ({after.error}): a size is written into its forward"
             difference = before.difference(after)
@@ -104,7 +112,7 @@ class Proof:
         if not sites:
             return [], {}
         if not self.base:
-            return [], {site.name: "the model runs on the example once only, so that nothing can be proved" for site in sites}
+            return [], dict.fromkeys((site.name for site in sites), _NOTHING)
         reason = self.failure([*accepted, *sites])
         if reason is None:
             return list(sites), {}
@@ -138,22 +146,33 @@ def widen(model: nn.Module, site: Site) -> None:
 
 
 def entries(tensor: Tensor, slot: Slot, count: int) -> Tensor:
-    """Entries (..., outer, count, inner, ...) of new neurons: zero fan-out, the others between 0.5 and 1.5."""
+    """Entries (..., outer, count, inner, ...) of new neurons: zero fan-out, the others between 0.5 and 1.5 in size.
+
+    Half of the fan-ins are negative, so that no rectifier silences all of them.
+    """
     axis = slot.axis % tensor.dim()
     shape = [*tensor.shape[:axis], slot.outer, count, slot.inner, *tensor.shape[axis + 1 :]]
     if slot.role == "fan_out":
         return tensor.new_zeros(shape)
     scale = max(1, tensor[:1].numel()) ** -0.5
-    return (torch.rand(shape, device=tensor.device) + 0.5).to(tensor) * scale
+    new = (torch.rand(shape, device=tensor.device) + 0.5).to(tensor) * scale
+    if slot.role == "fan_in":
+        new.narrow(axis + 1, count // 2, count - count // 2).neg_()
+    return new
+
+
+def light_copy(model: nn.Module) -> nn.Module:
+    """A deep copy that shares the parameters, which no pass changes."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def outputs(model: nn.Module, run: Run, dtype: torch.dtype | None, training: bool, seed: int = 0) -> Outputs:
     """The outputs of a copy of `model` in one mode, from a fixed random state."""
-    copy = scratch(model).train(training)
+    tried = light_copy(model).train(training)
     torch.manual_seed(seed)
     try:
         with torch.no_grad(), _NoDropout():
-            result = run(copy, dtype)
+            result = run(tried, dtype)
     except Exception as error:
         return Outputs(error=brief(error))
     return Outputs(tuple(tensors_in(result)))

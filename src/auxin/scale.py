@@ -16,12 +16,11 @@ from auxin.features import blank_change, norms_passing
 from auxin.layers import rule_for
 from auxin.layers.base import has_bias, weight_of
 from auxin.linalg import batch_norm_insertion
-from auxin.methods.base import Proposal, SiteView
+from auxin.methods.base import LARGEST, Proposal, SiteView
 from auxin.statistics import Sums
 from auxin.structure import Change, Reading, Slot, slot_tensor
 from auxin.surgery import apply, scratch
 
-LARGEST = 4.0**9
 SMALLEST = 4.0**-10
 SEARCH_SAMPLES = 1000
 """Held-out samples that a line search runs: the paper's number, for all its experiments."""
@@ -48,7 +47,11 @@ class Trial:
     view: SiteView
     proposal: Proposal
     before: tuple[Change, ...]
-    fold: Fold = "held_out"
+
+    @property
+    def fold(self) -> Fold:
+        """The samples that the estimate has not seen, where any were held out."""
+        return self.view.folds[-1]
 
     def loss(self, change: Change | None, passing: bool = True) -> float:
         """Held-out loss of a copy with the changes so far and this one; infinite where it is not finite."""
@@ -80,7 +83,7 @@ def enter(view: SiteView, proposal: Proposal, before: Sequence[Change], amplitud
         floor = trial.loss(trial.change(0.0, update))
         gamma = search(lambda g: trial.loss(trial.change(g, update)), floor, True) if proposal.count else 0.0
     else:
-        gamma = update = search(lambda g: trial.loss(trial.change(g, g)), base, proposal.signed)
+        gamma = update = search(lambda g: trial.loss(trial.change(g, g)), base, proposal.signed, proposal.largest)
     change = with_norms(trial, trial.change(gamma, update))
     after = trial.loss(change, passing=False)
     if not math.isfinite(after):
@@ -102,21 +105,22 @@ def predicted(proposal: Proposal, gamma: float, update: float) -> float | None:
     return power * proposal.rate_neurons + update * (proposal.rate_update or 0.0)
 
 
-def search(loss: Callable[[float], float], base: float, signed: bool) -> float:
+def search(loss: Callable[[float], float], base: float, signed: bool, largest: float = LARGEST) -> float:
     """The amplitude with the least loss on a log-spaced ladder, refined twice; 0 where none is below `base`.
 
     The ladder starts at 1 and climbs by 4 while the loss falls, or descends until it is below `base`: convolutions
     want amplitudes of several hundred (r of `lemma:conv_quadratic_problem` makes their moves small).
     """
-    best = min((_ladder(loss, base, sign) for sign in ((1.0, -1.0) if signed else (1.0,))), key=lambda pair: pair[1])
+    signs = (1.0, -1.0) if signed else (1.0,)
+    best = min((_ladder(loss, base, sign, largest) for sign in signs), key=lambda pair: pair[1])
     return best[0] if best[1] < base else 0.0
 
 
-def _ladder(loss: Callable[[float], float], base: float, sign: float) -> tuple[float, float]:
+def _ladder(loss: Callable[[float], float], base: float, sign: float, largest: float) -> tuple[float, float]:
     known = {1.0: loss(sign)}
     step = 1.0
     if known[step] < base:
-        while step < LARGEST and known[step] < base and known[step] <= min(known.values()):
+        while step < largest and known[step] < base and known[step] <= min(known.values()):
             step *= 4
             known[step] = loss(sign * step)
     else:
@@ -127,7 +131,8 @@ def _ladder(loss: Callable[[float], float], base: float, sign: float) -> tuple[f
     for factor in (2.0, 2.0**0.5):
         centre = min(known, key=known.__getitem__)
         for step in (centre / factor, centre * factor):
-            known.setdefault(step, loss(sign * step))
+            if step <= largest and step not in known:
+                known[step] = loss(sign * step)
     amplitude = min(known, key=known.__getitem__)
     return sign * amplitude, known[amplitude]
 

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from torch.utils._pytree import tree_map_only
 from auxin.errors import InputError, ModelChangedError
 from auxin.isolation import same_random_state
 from auxin.layers.operations_base import tensors_in
-from auxin.proving import Proof, brief
+from auxin.proving import Proof, brief, light_copy
 from auxin.structure import Count, Refusal, Site, Sites, Slot, slot_tensor
 from auxin.surgery import plain, scratch
 from auxin.tracing import Group, Layers, Trace, trace
 
-FEW = 8
+FEW = 7
 """The analysis runs on this many samples of the example, where the model takes so few."""
+
+SEVERAL = 3
+"""A single sample is repeated so often, so that the axis of the samples can be told from others."""
 
 _MODES = {False: "evaluation", True: "training"}
 
@@ -38,11 +42,12 @@ def find_sites(model: nn.Module, example: Any) -> Sites:
         example, traces = _traces(model, example)
         groups = _merged(traces, model.training)
         candidates = [_site(model, g, traces, _samples(example)) for g in groups.values() if g.refusal is None]
-        proof = Proof.of(model, lambda copy, dtype: call(copy, _in_type(example, dtype)))
+        proof = Proof.of(model, partial(_run, example))
         offered, unproved = proof.settle(candidates)
-    reasons = {name: group.refusal for name, group in groups.items() if group.refusal} | unproved | _unseen(model, groups)
-    order = [name for name in (*groups, *reasons) if name in reasons]
-    return Sites(tuple(offered), tuple(Refusal(name, reasons[name]) for name in dict.fromkeys(order)))
+    refused = {name: group.refusal for name, group in groups.items() if group.refusal}
+    reasons = refused | unproved | _unseen(model, groups)
+    order = dict.fromkeys(name for name in (*groups, *reasons) if name in reasons)
+    return Sites(tuple(offered), tuple(Refusal(name, reasons[name]) for name in order))
 
 
 def verify(site: Site) -> None:
@@ -117,23 +122,34 @@ def _samples(example: Any) -> int:
     return next(tensor.shape[0] for tensor in tensors_in(example) if tensor.dim())
 
 
+def _run(example: Any, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
+    return call(model, _in_type(example, dtype))
+
+
 def _few(example: Any) -> list[Any]:
-    """The first samples of the example, if all its tensors have as many; then the whole."""
+    """A few samples of the example, if all its tensors have as many; then the example itself."""
     sizes = {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()}
-    if len(sizes) != 1 or max(sizes) <= FEW:
+    if len(sizes) != 1 or 1 < max(sizes) <= FEW:
         return [example]
-    return [tree_map_only(Tensor, lambda t: t[:FEW] if t.dim() else t, _in_type(example, None)), example]
+    return [tree_map_only(Tensor, _resized, _in_type(example, None)), example]
+
+
+def _resized(tensor: Tensor) -> Tensor:
+    if not tensor.dim():
+        return tensor
+    return torch.cat([tensor] * SEVERAL) if tensor.shape[0] == 1 else tensor[:FEW]
 
 
 def _traces(model: nn.Module, example: Any) -> tuple[Any, dict[bool, Trace]]:
     """The example that was used, and a trace in each mode (training or not) in which the model runs."""
+    base = scratch(model)
     errors: list[Exception] = []
     for tried in _few(example):
         traces = {}
         for mode in (model.training, not model.training):
-            copy = scratch(model).train(mode) if mode != model.training else scratch(model)
+            copy = light_copy(base).train(mode) if mode != base.training else light_copy(base)
             try:
-                traces[mode] = trace(copy, Layers(copy), lambda m, batch=tried: call(m, _in_type(batch, None)))
+                traces[mode] = trace(copy, partial(_run, tried), _samples(tried))
             except Exception as error:
                 errors.append(error)
         if traces:

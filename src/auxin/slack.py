@@ -33,9 +33,9 @@ class Slack:
     score: float
     constant: float
 
-    def too_narrow(self, rho: float = 0.01) -> bool:
+    def too_narrow(self, rho: float = 0.01, errors: float = 2.0) -> bool:
         """Whether half the width costs more than rho of what the model has learned, and more than noise."""
-        return self.rise > max(rho * (self.constant - self.score), 2 * self.error)
+        return self.rise > max(rho * (self.constant - self.score), errors * self.error)
 
 
 def measure_slack(

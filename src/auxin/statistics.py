@@ -11,7 +11,9 @@ was seen), whatever the mean: inputs with a mean of 100 lose nothing.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +21,29 @@ from torch import Tensor
 
 from auxin.errors import InputError
 
-CHUNK = 4096
+CHUNK = 2048
 STRIPS = 6
 LEAST_STRIP = 96
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Products of float32 matrices and convolutions in float32, whatever the user asked for elsewhere.
+
+    Autocast, `torch.set_float32_matmul_precision` and cuDNN's permission to use TF32 for convolutions may round the
+    operands to 8 or 11 bits, and whitening blows that up (TF32 on an H200: 170 times the error of a Gram matrix).
+    """
+    backends: Any = torch.backends
+    switches = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    saved = [switch.fp32_precision for switch in switches]
+    try:
+        for switch in switches:
+            switch.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for switch, value in zip(switches, saved, strict=True):
+            switch.fp32_precision = value
 
 
 def gram_sum(rows: Tensor, weights: Tensor | None = None, constant: bool = False) -> Tensor:
@@ -36,12 +58,16 @@ def gram_sum(rows: Tensor, weights: Tensor | None = None, constant: bool = False
             [ 4.,  6.,  2.]], dtype=torch.float64)
     """
     total = _zeros(rows, rows.shape[1] + constant, rows.shape[1] + constant)
-    for chunk in _chunks(rows, weights):
-        total[: rows.shape[1], : rows.shape[1]] += _symmetric_product(chunk.centred, chunk.weighted)
-        centre, shift = chunk.level(constant)
-        mixed = torch.outer(centre, shift + centre * (chunk.weight / 2))
-        total += mixed
-        total += mixed.T
+    features = rows.shape[1]
+    with full_precision(rows.device):
+        for chunk in _chunks(rows, weights):
+            for start, stop in _strips(features):
+                total[start:stop, start:features] += chunk.centred[:, start:stop].T @ chunk.weighted[:, start:]
+            centre, shift = chunk.level(constant)
+            half = shift + centre * (chunk.weight / 2)
+            total.addmm_(torch.stack([centre, half], dim=1), torch.stack([half, centre]))
+    for start, stop in _strips(features):
+        total[stop:, start:stop] = total[start:stop, stop:].T
     return total
 
 
@@ -54,11 +80,12 @@ def cross_sum(rows: Tensor, others: Tensor, weights: Tensor | None = None, const
     if len(rows) != len(others):
         raise InputError(f"{len(rows)} rows against {len(others)}: the sum of x y^T pairs them, give as many of each")
     total = _zeros(rows, rows.shape[1] + constant, others.shape[1])
-    for x, y in zip(_chunks(rows, weights), _chunks(others, weights), strict=True):
-        total[: rows.shape[1]] += _product(x.weighted, y.centred)
-        centre, shift = x.level(constant)
-        total += torch.outer(centre, y.shift + y.centre * x.weight)
-        total += torch.outer(shift, y.centre)
+    with full_precision(rows.device):
+        for x, y in zip(_chunks(rows, weights), _chunks(others, weights), strict=True):
+            total[: rows.shape[1]] += x.weighted.T @ y.centred
+            centre, shift = x.level(constant)
+            both = torch.stack([y.shift + y.centre * x.weight, y.centre])
+            total.addmm_(torch.stack([centre, shift], dim=1), both)
     return total
 
 
@@ -107,26 +134,13 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.float64, device=like.device)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right, in the operands' own precision even under autocast."""
-    with torch.autocast(left.device.type, enabled=False):
-        return left.T @ right
-
-
-def _symmetric_product(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right where that is symmetric: the strips of the upper triangle, mirrored.
+def _strips(features: int) -> list[tuple[int, int]]:
+    """Where the strips of rows start and stop of which a symmetric product computes only what is right of the diagonal.
 
     With six strips 7/12 of the multiplications are left; narrower strips make slower products.
     """
-    features = left.shape[1]
     strip = max(LEAST_STRIP, 16 * math.ceil(features / STRIPS / 16))
-    result = left.new_empty(features, features)
-    for start in range(0, features, strip):
-        stop = min(start + strip, features)
-        block = _product(left[:, start:stop], right[:, start:])
-        result[start:stop, start:] = block
-        result[stop:, start:stop] = block[:, stop - start :].T
-    return result
+    return [(start, min(start + strip, features)) for start in range(0, features, strip)]
 
 
 @dataclass

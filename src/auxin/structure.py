@@ -218,7 +218,7 @@ def split_axis(tensor: Tensor, slot: Slot) -> Tensor:
     """View of shape (..., outer, width, inner, ...) of a tensor along its slot's axis."""
     axis = slot.axis % tensor.dim()
     width = tensor.shape[axis] // (slot.outer * slot.inner)
-    return tensor.unflatten(axis, (slot.outer, width, slot.inner))
+    return torch.unflatten(tensor, axis, (slot.outer, width, slot.inner))
 
 
 def widened(tensor: Tensor, slot: Slot, new: Tensor) -> Tensor:

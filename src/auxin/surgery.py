@@ -1,13 +1,14 @@
 """Changes to a model, all or nothing: its tensors, the attributes that count them, and its optimizers' state.
 
 The model, its Parameters and the optimizers stay the same objects. Everything is computed first; what is left are
-assignments, and a journal takes them back if one of them is interrupted.
+assignments, and a stack of their undoings takes them back if one of them is interrupted.
 """
 
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -25,9 +26,15 @@ from auxin.structure import Change, Count, Site
 
 Drafts = dict[int, Draft]
 Counts = dict[tuple[int, str], tuple[nn.Module, str, int]]
-Undo = Callable[[], object]
 
-_FIXED = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "ScriptModule"}
+_FIXED = {
+    "DataParallel",
+    "DeepSpeedEngine",
+    "DistributedDataParallel",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "ScriptModule",
+}
 
 
 @dataclass
@@ -64,9 +71,8 @@ def scratch(model: nn.Module) -> nn.Module:
     """
     model = plain(model)
     kept = (value for module in model.modules() for value in vars(module).values())
-    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _non_leaves(kept)}
     try:
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in _non_leaves(kept)})
     except Exception as error:
         raise InputError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and growth is tried on a copy "
@@ -75,7 +81,9 @@ def scratch(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def apply(model: nn.Module, changes: Sequence[Change], optimizers: Sequence[Optimizer] = ()) -> None:
+def apply(
+    model: nn.Module, changes: Sequence[Change], optimizers: Optimizer | Sequence[Optimizer] | None = None
+) -> None:
     """Carry out `changes` on the tensors of `model` and the state of `optimizers`, all of it or nothing.
 
     For each change, on every tensor that it names: `updates` are added, `keep` selects the old neurons, `new` ones
@@ -84,7 +92,7 @@ def apply(model: nn.Module, changes: Sequence[Change], optimizers: Sequence[Opti
     """
     model = plain(model)
     with torch.inference_mode(False), torch.no_grad():
-        commit(planned(model, changes, optimizers))
+        commit(planned(model, changes, optim.as_optimizers(optimizers)))
 
 
 def replay(model: nn.Module, changes: Sequence[Change], values: Mapping[str, Tensor]) -> None:
@@ -118,19 +126,14 @@ def planned(
 
 def commit(plan: Plan) -> None:
     """Assign everything in a plan; an exception in between, whichever it is, takes all of it back."""
-    undo: list[Undo] = []
-    try:
+    with ExitStack() as undo:
         _assign(plan, undo)
-    except BaseException:
-        for entry in reversed(undo):
-            entry()
-        raise
 
 
-def _assign(plan: Plan, undo: list[Undo]) -> None:
-    """Each assignment puts its undoing into the journal first; an empty journal at the end means done."""
+def _assign(plan: Plan, undo: ExitStack) -> None:
+    """Each assignment puts its undoing on the stack first; once all are made, the stack is emptied."""
     alarm = _Alarm()
-    undo.append(alarm.silence)
+    undo.callback(alarm.silence)
     for draft in plan.drafts:
         _install(plan, draft, alarm, undo)
     for module, attribute, value in plan.counts:
@@ -139,7 +142,7 @@ def _assign(plan: Plan, undo: list[Undo]) -> None:
         _set_state(move, undo)
     _forget_compiled()
     _outdate([draft.tensor for draft in plan.drafts], alarm)
-    undo.clear()
+    undo.pop_all()
 
 
 def _draft_of(model: nn.Module, name: str, drafts: Drafts) -> Draft:
@@ -154,6 +157,10 @@ def _draft_of(model: nn.Module, name: str, drafts: Drafts) -> Draft:
         raise ModelChangedError(
             f"{name} is not a parameter or buffer with a shape (any more); growth changes registered, initialised "
             "tensors only: call find_sites again"
+        )
+    if tensor.is_inference():
+        raise InputError(
+            f"{name} was made under torch.inference_mode and can never be trained; build the model outside of it"
         )
     return drafts.setdefault(id(tensor), Draft(name, tensor, tensor))
 
@@ -250,7 +257,7 @@ def _gradient(draft: Draft) -> Tensor:
     return draft.follow(gradient, GRADIENT)
 
 
-def _install(plan: Plan, draft: Draft, alarm: "_Alarm", undo: list[Undo]) -> None:
+def _install(plan: Plan, draft: Draft, alarm: "_Alarm", undo: ExitStack) -> None:
     if not draft.replaced:
         _write(draft, undo)
     elif isinstance(draft.tensor, nn.Parameter):
@@ -261,62 +268,57 @@ def _install(plan: Plan, draft: Draft, alarm: "_Alarm", undo: list[Undo]) -> Non
         _set_gradient(draft.tensor, plan.gradients[id(draft.tensor)], undo)
 
 
-def _write(draft: Draft, undo: list[Undo]) -> None:
+def _write(draft: Draft, undo: ExitStack) -> None:
     """New entries in the old storage, so that whoever shares it sees them."""
     tensor, old = draft.tensor, draft.tensor.detach().clone()
-    undo.append(lambda: tensor.data.copy_(old))
+    undo.callback(tensor.data.copy_, old)
     tensor.data.copy_(draft.value)
 
 
-def _swap(draft: Draft, alarm: "_Alarm", undo: list[Undo]) -> None:
+def _swap(draft: Draft, alarm: "_Alarm", undo: ExitStack) -> None:
     """New storage for the same Parameter, which a graph that is alive may still refer to.
 
     Autograd keeps one gradient accumulator a parameter as long as a graph needs it, with the shape of that time; it
     drops it when the parameter's type changes, so the type changes twice.
     """
     parameter = draft.tensor
-    undo.append(_parameter_setter(parameter))
+    undo.callback(_restore, parameter, parameter.data, parameter.grad)
     alarm.watch(parameter, draft.name)
     parameter.grad = None
     parameter.data = _other_type(parameter)
     parameter.data = draft.value
 
 
-def _parameter_setter(parameter: Tensor) -> Undo:
-    data, gradient = parameter.data, parameter.grad
-
-    def restore() -> None:
-        parameter.grad = None
-        parameter.data = data
-        parameter.grad = gradient
-
-    return restore
+def _restore(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
+    parameter.grad = None
+    parameter.data = data
+    parameter.grad = gradient
 
 
 def _other_type(tensor: Tensor) -> Tensor:
     return tensor.data.new_empty(0, dtype=torch.float32 if tensor.dtype is torch.bfloat16 else torch.bfloat16)
 
 
-def _rebind(model: nn.Module, draft: Draft, undo: list[Undo]) -> None:
+def _rebind(model: nn.Module, draft: Draft, undo: ExitStack) -> None:
     """A new tensor for a buffer, under every name; an old graph keeps the old one."""
     for module in model.modules():
         for name in [name for name, buffer in module._buffers.items() if buffer is draft.tensor]:
-            undo.append(partial(module._buffers.__setitem__, name, draft.tensor))
+            undo.callback(module._buffers.__setitem__, name, draft.tensor)
             module._buffers[name] = draft.value
 
 
-def _set_gradient(parameter: Tensor, gradient: Tensor, undo: list[Undo]) -> None:
-    undo.append(partial(setattr, parameter, "grad", parameter.grad))
+def _set_gradient(parameter: Tensor, gradient: Tensor, undo: ExitStack) -> None:
+    undo.callback(setattr, parameter, "grad", parameter.grad)
     parameter.grad = gradient
 
 
-def _set_count(module: nn.Module, attribute: str, value: int, undo: list[Undo]) -> None:
-    undo.append(partial(setattr, module, attribute, getattr(module, attribute)))
+def _set_count(module: nn.Module, attribute: str, value: int, undo: ExitStack) -> None:
+    undo.callback(setattr, module, attribute, getattr(module, attribute))
     setattr(module, attribute, value)
 
 
-def _set_state(move: optim.Move, undo: list[Undo]) -> None:
-    undo.append(partial(move.state.__setitem__, move.key, move.state[move.key]))
+def _set_state(move: optim.Move, undo: ExitStack) -> None:
+    undo.callback(move.state.__setitem__, move.key, move.state[move.key])
     move.state[move.key] = move.value
 
 

@@ -1,7 +1,7 @@
 """One forward pass of a throw-away copy, followed width by width from the layers that produce it to all its readers."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -92,19 +92,57 @@ class Layers:
         return None
 
 
+class Usage:
+    """How often each module ran, who else used its tensors, and what read each layer's output first."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+        self.calls: Counter[str] = Counter()
+        self._foreign: dict[str, str] = {}
+        self._outputs: Any = WeakIdKeyDictionary()
+        self._readers: dict[str, list[str | None]] = {}
+
+    def produced(self, output: Tensor, layer: str) -> None:
+        """A layer's very output."""
+        self._outputs[output] = layer
+
+    def read(self, tensors: Iterable[Tensor], norm: str | None = None) -> None:
+        """Tensors that were read, by a batch norm or by something else."""
+        for tensor in tensors:
+            if tensor in self._outputs:
+                self._readers.setdefault(self._outputs[tensor], []).append(norm)
+
+    def norm_behind(self, layer: str) -> str | None:
+        """The batch norm that alone read a layer's output."""
+        readers = self._readers.get(layer, [])
+        return readers[0] if len(readers) == 1 else None
+
+    def note_foreign(self, tensors: Iterable[Tensor], here: str, what: str) -> None:
+        """A tensor that another module's forward uses as well cannot grow with its own module."""
+        for tensor in tensors:
+            owners = self.layers.owners.get(id(tensor), [])
+            if here not in (module for module, _ in owners):
+                for module, attribute in owners:
+                    self._foreign.setdefault(module, f"its {attribute} is used by {what}")
+
+    def oddity(self, module: str) -> str | None:
+        """What makes a module's use other than one plain call."""
+        if self.calls[module] > 1:
+            return f"{module!r} is called {self.calls[module]} times in one forward pass"
+        return f"{module!r} does not work alone: {self._foreign[module]}" if module in self._foreign else None
+
+
 class Tracer(TorchFunctionMode):
     """Watches every torch function and every module call while it is active."""
 
-    def __init__(self, layers: Layers) -> None:
+    def __init__(self, layers: Layers, samples: int) -> None:
         super().__init__()
         self.layers = layers
+        self._samples = samples
         self.groups: dict[str, Group] = {}
         self.rows: dict[str, int] = {}
-        self._calls: Counter[str] = Counter()
-        self._foreign: dict[str, str] = {}
+        self._usage = Usage(layers)
         self._flows: Any = WeakIdKeyDictionary()
-        self._outputs: Any = WeakIdKeyDictionary()
-        self._readers: dict[str, list[str | None]] = {}
         self._stack: list[nn.Module] = []
         self._quiet = 0
 
@@ -120,13 +158,13 @@ class Tracer(TorchFunctionMode):
 
     def _follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         tensors = list(tensors_in((args, kwargs)))
-        self._note_foreign(func, tensors)
+        self._usage.note_foreign(tensors, self._here, f"{name_of(func)} in {self._where}")
         entering = [(tensor, self._flows[tensor]) for tensor in tensors if tensor in self._flows]
         after = [self._after(self._call(func, out, tensor, flow), args, kwargs) for tensor, flow in entering]
         if None in after:
             for _, flow in entering:
                 self.groups[flow.group].refuse(f"it meets a width that is refused in {self._where}")
-            self._note_readers(tensors, None)
+            self._usage.read(tensors)
         elif after and after[0] is not None:
             self._pass_on(entering[0][1], after[0], tensors, out)
 
@@ -134,12 +172,14 @@ class Tracer(TorchFunctionMode):
         try:
             return follow(call, args, kwargs)
         except Refused as reason:
-            self.groups[call.flow.group].refuse(f"it is {reason}")
+            unsupported = self.layers.refused.get(self._here)
+            text = f"it is read by {self._where}: {unsupported}" if unsupported else f"it is {reason}"
+            self.groups[call.flow.group].refuse(text)
             return None
 
     def _pass_on(self, before: Flow, after: Flow, tensors: list[Tensor], out: Any) -> None:
         new = after.carried[len(before.carried) :]
-        self._note_readers(tensors, next((c.carrier.module for c in new if c.carrier.kind == "batch_norm"), None))
+        self._usage.read(tensors, next((c.carrier.module for c in new if c.carrier.kind == "batch_norm"), None))
         self.groups[after.group].carried.update(dict.fromkeys(new))
         for tensor in tensors_in(out):
             self._flows[tensor] = after
@@ -158,21 +198,6 @@ class Tracer(TorchFunctionMode):
         """The same, for people to read."""
         return f"{self._here!r} ({type(self._stack[-1]).__name__})" if self._here else "the model's own forward"
 
-    def _note_foreign(self, func: Callable[..., Any], tensors: list[Tensor]) -> None:
-        """A tensor that another module's forward uses as well cannot grow with its own module."""
-        for tensor in tensors:
-            owners = self.layers.owners.get(id(tensor), [])
-            if owners and self._here not in (module for module, _ in owners):
-                for module, attribute in owners:
-                    text = f"its {attribute} is used by {name_of(func)} in {self._where}"
-                    self._foreign.setdefault(module, text)
-
-    def _note_readers(self, tensors: list[Tensor], norm: str | None) -> None:
-        """What reads a layer's very output: a batch norm, or something else (None)."""
-        for tensor in tensors:
-            if tensor in self._outputs:
-                self._readers.setdefault(self._outputs[tensor], []).append(norm)
-
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Pre-hook of every module; what happens inside of a supported layer is not followed."""
         self._stack.append(module)
@@ -182,7 +207,7 @@ class Tracer(TorchFunctionMode):
         """Hook of every module, called when it failed as well."""
         self._stack.pop()
         name = self.layers.names[module]
-        self._calls[name] += 1
+        self._usage.calls[name] += 1
         if module not in self.layers.supported:
             return
         if torch.is_tensor(output):
@@ -193,20 +218,20 @@ class Tracer(TorchFunctionMode):
         """A supported layer has run: it reads one width and produces another."""
         axis = -1 - next((d for kind, d in _CONVOLUTIONS.items() if isinstance(module, kind)), 0)
         group = self.groups.setdefault(name, Group(name))
-        batched = output.dim() > max(1, -axis)
+        batched = output.dim() > max(1, -axis) and output.shape[0] % self._samples == 0
         if not batched:
-            group.refuse("its layer is called without a batch axis")
+            group.refuse("its layer does not have the samples on its first axis")
         if inputs in self._flows:
             self._read(name, module, self._flows[inputs], axis if batched else None)
-        self._note_readers([inputs], None)
+        self._usage.read([inputs])
         self.rows[name] = prod(size for i, size in enumerate(output.shape) if i != axis % output.dim())
         self._flows[output] = Flow.from_output(name, output.shape, axis)
-        self._outputs[output] = name
+        self._usage.produced(output, name)
 
     def _read(self, name: str, module: nn.Module, flow: Flow, axis: int | None) -> None:
         group, reader = self.groups[flow.group], f"{name!r} ({type(module).__name__})"
         if axis is None:
-            group.refuse(f"it is read by {reader} without a batch axis")
+            group.refuse(f"it is read by {reader}, which does not have the samples on its first axis")
         elif flow.axis != len(flow.axes) + axis:
             group.refuse(f"it is multiplied along another axis by {reader}")
         elif axis < -1 and (flow.split or not flow.alone(1)):
@@ -219,26 +244,16 @@ class Tracer(TorchFunctionMode):
     def finish(self, output: Any) -> Trace:
         """Refuse what the end of the pass shows, and name the norms behind the consumers."""
         for tensor in tensors_in(output):
-            self._note_readers([tensor], None)
+            self._usage.read([tensor])
             if tensor in self._flows:
                 self.groups[self._flows[tensor].group].refuse("it is the width of the model's output")
         for group in self.groups.values():
-            self._refuse_odd(group)
-            group.readings = [replace(r, norm=self._norm_behind(r.consumer)) for r in group.readings]
+            for reason in filter(None, map(self._usage.oddity, group.modules)):
+                group.refuse(reason)
+            if not group.readings:
+                group.refuse("no supported layer is seen to read it")
+            group.readings = [replace(r, norm=self._usage.norm_behind(r.consumer)) for r in group.readings]
         return Trace(self.groups, self.rows)
-
-    def _refuse_odd(self, group: Group) -> None:
-        for module in group.modules:
-            if self._calls[module] > 1:
-                group.refuse(f"{module!r} is called {self._calls[module]} times in one forward pass")
-            if module in self._foreign:
-                group.refuse(f"{module!r} does not work alone: {self._foreign[module]}")
-        if not group.readings:
-            group.refuse("no supported layer is seen to read it")
-
-    def _norm_behind(self, consumer: str) -> str | None:
-        readers = self._readers.get(consumer, [])
-        return readers[0] if len(readers) == 1 else None
 
 
 def _zero_padded(module: nn.Module) -> bool:
@@ -262,9 +277,9 @@ def _watched(tracer: Tracer) -> Iterator[None]:
             handle.remove()
 
 
-def trace(model: nn.Module, layers: Layers, run: Callable[[nn.Module], Any]) -> Trace:
-    """One forward pass `run(model)`, followed; the model is a copy that may change."""
-    tracer = Tracer(layers)
+def trace(model: nn.Module, run: Callable[[nn.Module], Any], samples: int) -> Trace:
+    """One forward pass `run(model)` on so many samples, followed; the model is a copy that may change."""
+    tracer = Tracer(Layers(model), samples)
     with torch.no_grad(), _watched(tracer), tracer:
         output = run(model)
     return tracer.finish(output)

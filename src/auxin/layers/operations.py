@@ -21,6 +21,7 @@ RULES: dict[Any, Rule] = {
 _ASKING = """
     size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex element_size
     __len__ get_device data_ptr untyped_storage storage is_pinned is_same_size result_type is_tensor __hash__
+    new_empty new_zeros new_ones new_full empty_like
     __repr__ __str__ __format__ is_inference is_signed sym_size sym_numel ndim dim_order is_nonzero_static
 """
 _ASKING_FUNCTIONS = frozenset(named(*_ASKING.split()))
@@ -36,6 +37,7 @@ _WHY = {
     "item": "read out as numbers", "tolist": "read out as numbers", "numpy": "read out as numbers",
     "__array__": "read out as numbers", "__setitem__": "written into another tensor",
     "copy_": "written into another tensor", "unbind": "taken apart", "__iter__": "taken apart", "glu": "split",
+    "linear": "multiplied by a weight that is not a layer's own",
     "pixel_shuffle": "split into groups", "channel_shuffle": "split into groups",
 }  # fmt: skip
 
@@ -47,7 +49,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def only_asks(function: Callable[..., Any]) -> bool:
-    """Whether a function only looks at shapes, types and the like."""
+    """Whether the result of a function depends on nothing but shapes, types and the like."""
     if getattr(function, "__name__", None) == "__get__":
         return name_of(function) not in _TENSOR_PROPERTIES
     return function in _ASKING_FUNCTIONS

@@ -6,12 +6,13 @@ path (`Push`) is the list of steps that change the layout; sizes are read from t
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from auxin.structure import Carrier, Count, Slot
 
@@ -207,28 +208,26 @@ Rule = Callable[..., Flow]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses."""
-    if torch.is_tensor(value):
-        yield value
-        return
-    if is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        value = [getattr(value, f.name) for f in fields(value)]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
+    """Every tensor in nested tuples, lists, mappings and objects, each as often as it stands there."""
+    rest, seen = [value], set()
+    while rest:
+        item = rest.pop()
+        if torch.is_tensor(item):
+            yield item
+        elif isinstance(item, (tuple, list, Mapping)):
+            rest.extend(reversed(item.values() if isinstance(item, Mapping) else item))
+        elif hasattr(item, "__dict__") and not callable(item) and id(item) not in seen:
+            seen.add(id(item))
+            rest.extend(reversed(vars(item).values()))
 
 
 def named(*names: str) -> Iterator[Callable[..., Any]]:
     """Every torch function and tensor method of these names, in place or not."""
     spaces = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.special)
-    for name in names:
-        for space in spaces:
-            for variant in (name, f"{name}_"):
-                function = getattr(space, variant, None)
-                if callable(function):
-                    yield function
+    for space, name, variant in product(spaces, names, ("{}", "{}_")):
+        function = getattr(space, variant.format(name), None)
+        if callable(function):
+            yield function
 
 
 def table(rule: Rule, *names: str) -> dict[Callable[..., Any], Rule]:

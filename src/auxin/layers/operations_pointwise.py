@@ -89,7 +89,8 @@ _ACTIVATIONS = """
     threshold logsigmoid log_sigmoid softsign tanhshrink hardshrink softshrink abs absolute neg negative positive
     square sqrt rsqrt exp expm1 exp2 log log1p log2 log10 sin cos tan asin acos atan sinh cosh asinh acosh atanh erf
     erfc expit reciprocal sign sgn clamp clamp_min clamp_max clip pow float_power __pow__ __rpow__ nan_to_num round
-    floor ceil trunc frac sinc zeros_like ones_like full_like bernoulli
+    floor ceil trunc frac sinc zeros_like ones_like full_like rand_like
+    randn_like bernoulli
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout
 """
 _ARITHMETIC = """

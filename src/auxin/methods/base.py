@@ -23,6 +23,8 @@ from auxin.structure import Site
 Statistics = Literal["none", "raw", "projected"]
 Scaling = Literal["sqrt", "both", "fan_out", "fixed"]
 Choice = int | Literal["auto"]
+LARGEST = 4.0**9
+"""The largest amplitude that a search looks at, L of `sec:AMplFactNormalization`."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Proposal:
     amplitude g enters: "sqrt" (sqrt|g| alpha, +-sqrt|g| omega, g update), "both" (g alpha, g omega; the update has a
     search of its own), "fan_out" (alpha, g omega, g update), "fixed" (as they are, nothing is searched).
     `intercepts`: a shift of a consumer's output, (M,), for consumers without a bias that a batch norm follows.
-    `signed`: whether negative amplitudes are worth a try. `rescale`: consumers behind a batch norm keep the norms of
+    `signed`: whether negative amplitudes are worth a try; `largest`: the largest one that is. `rescale`: consumers behind a batch norm keep the norms of
     their filters.
     """
 
@@ -44,6 +46,7 @@ class Proposal:
     singular_values: Tensor = field(default_factory=lambda: torch.zeros(0))
     scaling: Scaling = "sqrt"
     signed: bool = False
+    largest: float = LARGEST
     rescale: bool = False
     rate_neurons: float | None = None
     rate_update: float | None = None
@@ -170,6 +173,11 @@ class Method(ABC):
     @abstractmethod
     def propose(self, view: SiteView, count: Choice) -> Proposal:
         """Neurons for one site: `count` of them, or as many as are worth it."""
+
+    @property
+    def searches(self) -> bool:
+        """Whether its amplitude is searched where none is given."""
+        return True
 
     @property
     def chooses(self) -> bool:

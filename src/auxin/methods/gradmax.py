@@ -32,6 +32,11 @@ class GradMax(Method):
         """N with the raw v."""
         return "raw"
 
+    @property
+    def searches(self) -> bool:
+        """The norm is fixed."""
+        return False
+
     def propose(self, view: SiteView, count: Choice) -> Proposal:
         """The first `count` right singular vectors of N; for "auto" those that gain on the held-out fold."""
         n = view.n()

@@ -36,6 +36,7 @@ class Sprout(Method):
     damping_s: float | None = None
     best_update: bool = False
     rescale: bool = True
+    largest: float = 1.0
     name = "sprout"
 
     def __post_init__(self) -> None:
@@ -74,7 +75,8 @@ class Sprout(Method):
             notes = (f"{count - len(alpha)} of {count} fan-ins are random: S^-1/2 N has rank {len(alpha)}",)
             alpha = torch.cat([alpha, view.random_fan_ins(count - len(alpha))])
         proposal = Proposal(
-            alpha, {}, updates, singular_values=values, scaling="fan_out", rescale=self.rescale, notes=notes
+            alpha, {}, updates, singular_values=values, scaling="fan_out", rescale=self.rescale, largest=self.largest,
+            notes=notes,
         )
         return refitted(view, proposal)
 

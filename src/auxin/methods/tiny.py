@@ -61,6 +61,11 @@ class Tiny(Method):
         return "projected" if self.projection else "raw"
 
     @property
+    def searches(self) -> bool:
+        """Unless the norm is fixed."""
+        return self.normalisation != "fixed"
+
+    @property
     def updates_weights(self) -> bool:
         """With a best update."""
         return self.best_update
