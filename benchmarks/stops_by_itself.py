@@ -21,6 +21,7 @@ import auxin
 
 EPOCHS, BATCH, RATE, CAP = 40, 128, 0.01, 256
 POLICY: dict = {}
+HELD = 0.2
 METHOD = auxin.Sprout()
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -52,7 +53,7 @@ def run(data: Split, width: int, seed: int, grows: bool) -> dict[str, float | li
     """One training run; accuracy, widths, multiply-adds."""
     torch.manual_seed(seed)
     x, y, x_test, y_test = data
-    held = len(x) // 10 if grows else 0
+    held = int(HELD * len(x)) if grows else 0
     held_out = [(x[:held], y[:held])]
     classes = int(y.max()) + 1
     model = mlp(x.shape[1], width, classes)

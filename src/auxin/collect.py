@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from auxin.errors import AuxinError, InputError, NumericalError
+from auxin.errors import AuxinError, InputError, NoSiteError, NumericalError
+from auxin.isolation import reseed
 from auxin.layers import rule_for
 from auxin.layers.base import CHUNK, computing
 from auxin.objectives import Task, tensors_in
@@ -100,7 +101,7 @@ class Measurement:
             count = kept.count(fold)
             if count == 0 or (limit is not None and samples >= limit):
                 continue
-            torch.manual_seed(kept.seed)
+            reseed(kept.seed)
             answer = self.task.run(model, kept.batch)
             total += float(self.task.mean(answer, kept.batch, kept.rows[fold])) * count
             samples += count
@@ -112,7 +113,7 @@ class Measurement:
         found = []
         for kept in self.kept:
             if kept.count(fold):
-                torch.manual_seed(kept.seed)
+                reseed(kept.seed)
                 found.append((self.task.run(model, kept.batch), kept.batch, kept.rows[fold]))
         return found
 
@@ -203,13 +204,17 @@ def check_batch(model: nn.Module, task: Task, batch: Any, index: int) -> None:
     """Refuse NaN, infinity, emptiness and a foreign device in a batch's inputs."""
     if task.size(batch) == 0:
         raise InputError(f"batch {index} holds no sample; leave empty batches out")
-    device = next(iter(model.parameters())).device
-    for tensor in tensors_in(batch):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise NumericalError(f"batch {index} holds NaN or infinity; clean the data before growing on it")
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise NoSiteError(f"{type(model).__name__} has no parameters, and growth needs a hidden Linear or Conv layer")
     for tensor in tensors_in(task.inputs(batch)):
-        if tensor.device != device:
-            raise InputError(f"the model is on {device}, batch {index} on {tensor.device}; move one of them")
+        if tensor.device != parameter.device:
+            raise InputError(f"the model is on {parameter.device}, batch {index} on {tensor.device}; move one of them")
+    if parameter.is_meta:
+        raise InputError("the model is on the meta device, without values; give it some with model.to_empty(...)")
+    for tensor in tensors_in(batch):
+        if tensor.is_floating_point() and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+            raise NumericalError(f"batch {index} holds NaN or infinity; clean the data before growing on it")
 
 
 def split_folds(measurement: Measurement, generator: torch.Generator) -> str | None:
@@ -237,7 +242,7 @@ def splits(measurement: Measurement, kept: Kept, found: Pass) -> bool:
     if any(tensor.shape[0] % kept.size for tensor in tensors):
         return False
     with torch.no_grad():
-        torch.manual_seed(kept.seed)
+        reseed(kept.seed)
         return measurement.task.splits(measurement.task.run(measurement.model, kept.batch), kept.batch)
 
 
@@ -262,7 +267,7 @@ def forward_backward(model: nn.Module, task: Task, sites: Sequence[Site], kept: 
     tape = Tape()
     producers = {name for site in sites for name in site.producers}
     consumers = {name for site in sites for name in site.consumers}
-    torch.manual_seed(kept.seed)
+    reseed(kept.seed)
     with tape.recording(model, producers | consumers, consumers):
         loss = task.mean(task.run(model, kept.batch), kept.batch)
     check_loss(loss)
@@ -279,9 +284,11 @@ def forward_backward(model: nn.Module, task: Task, sites: Sequence[Site], kept: 
 
 def check_loss(loss: Any) -> None:
     """A loss is a finite scalar tensor with a gradient."""
-    if not torch.is_tensor(loss) or loss.numel() != 1:
-        given = f"a tensor of shape {tuple(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
-        raise InputError(f"the loss is {given}; accepted: a scalar tensor, the mean over the batch (reduction='mean')")
+    if not torch.is_tensor(loss) or loss.numel() != 1 or loss.is_complex():
+        kind = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if torch.is_tensor(loss) else type(loss).__name__
+        raise InputError(
+            f"the loss is {kind}; accepted: a real scalar tensor, the mean over the batch (reduction='mean')"
+        )
     if not bool(torch.isfinite(loss)):
         raise NumericalError(f"the loss is {float(loss)}; growth needs a finite loss. Nothing was changed")
     if not loss.requires_grad:

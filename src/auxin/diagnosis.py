@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from auxin.collect import Measurement, Stream, one_fold, output_variance
-from auxin.errors import unknown
+from auxin.errors import check_number, unknown
 from auxin.growth import few_rows, measure, psi, resolve_sites
 from auxin.isolation import isolated
 from auxin.layers import rule_for
@@ -157,6 +157,8 @@ def diagnose(
         damping: of both Gram matrices, relative to their diagonals; None is the paper's pseudo-inverse.
     """
     target, task = plain(model), as_task(loss)
+    if damping is not None:
+        check_number("damping", damping)
     with isolated(target):
         seed = int(torch.randint(2**31, ()))
         stream = Stream(batches, task, target, seed)

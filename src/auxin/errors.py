@@ -3,6 +3,7 @@
 A message says what was given, what is accepted and what to do.
 """
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -52,6 +53,22 @@ class StaleGraphError(AuxinError, RuntimeError):
 
 class MissingExtraError(AuxinError, ImportError):
     """An optional dependency is not installed."""
+
+
+def check_number(name: str, value: object, least: float = 0, whole: bool = False) -> None:
+    """Raise InputError unless `value` is a finite (whole) number of at least `least`."""
+    right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not right or not math.isfinite(value) or value < least:  # type: ignore[arg-type, operator]
+        raise InputError(f"{name}={value!r}; accepted: a {'whole' if whole else 'finite'} number of at least {least}")
+
+
+def check_option(name: str, value: object, accepted: Iterable[str | None]) -> None:
+    """Raise InputError with the near matches unless `value` is one of those accepted."""
+    options = list(accepted)
+    if value not in options:
+        near = get_close_matches(str(value), [option for option in options if option is not None], n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise InputError(f"{name}={value!r}; {hint}accepted: {', '.join(map(repr, options))}")
 
 
 def unknown(kind: str, given: object, accepted: Iterable[str]) -> UnknownNameError:

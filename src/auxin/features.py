@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from auxin.collect import Fold, Measurement, Part, block, desired
+from auxin.isolation import reseed
 from auxin.layers import rule_for
 from auxin.layers.base import CHUNK, Rule
 from auxin.statistics import Sums, cross_sum, gram_sum
@@ -20,8 +21,8 @@ from auxin.structure import Change, Reading, Site, Slot, slot_tensor
 from auxin.surgery import apply, scratch
 
 
-class _Stop(Exception):
-    """Ends a forward pass after the last reader."""
+class _Stop(BaseException):
+    """Ends a forward pass after the last reader; no handler of the model's own catches it."""
 
 
 def blank_change(site: Site, alpha: Tensor) -> Change:
@@ -86,7 +87,7 @@ def reader_inputs(measurement: Measurement, site: Site, alpha: Tensor) -> Iterat
     for kept in measurement.kept:
         found: dict[str, Tensor] = {}
         with _captured(copy, site, count, found), torch.no_grad():
-            torch.manual_seed(kept.seed)
+            reseed(kept.seed)
             try:
                 measurement.task.run(copy, kept.batch)
             except _Stop:

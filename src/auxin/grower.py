@@ -152,7 +152,7 @@ class Grower:
         target = plain(self.model)
         others = None if held_out is None else list(iterated(held_out))
         with isolated(target):
-            measurement, sites = self._look(target, batches)
+            measurement, sites = self._look(target, batches, others)
             drawn = [kept.batch for kept in measurement.kept]
             numbers = self._numbers(measurement, sites, others)
         if not numbers:
@@ -160,12 +160,15 @@ class Grower:
         request = Request(self.method, numbers, sites, None, None, others, insists=False)
         return carry_out(target, drawn, self.task, request, self.optimizers)
 
-    def _look(self, target: nn.Module, batches: Iterable[Any]) -> tuple[Measurement, Sites]:
+    def _look(
+        self, target: nn.Module, batches: Iterable[Any], others: list[Any] | None
+    ) -> tuple[Measurement, Sites]:
         stream = Stream(batches, self.task, target, int(torch.randint(2**31, ())))
         kept = [stream.first()]
         known = self._sites if self._sites is not None else self._wanted
         self._sites = sites = trainable(target, resolve_sites(target, self.task.inputs(kept[0].batch), known), False)
-        stream.more(kept, samples_wanted(target, sites))
+        wanted = self.policy.samples or samples_wanted(target, sites) * (2 if others is None else 1)
+        stream.more(kept, wanted)
         return Measurement(target, self.task, sites, kept), sites
 
     def _numbers(self, measurement: Measurement, sites: Sites, others: list[Any] | None) -> Numbers:

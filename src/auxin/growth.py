@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from auxin.collect import (
     split_folds,
     with_held_out,
 )
-from auxin.errors import InputError
+from auxin.errors import InputError, check_number
 from auxin.history import Growth, Record
 from auxin.isolation import isolated
 from auxin.layers.base import has_bias, weight_of
@@ -32,7 +33,7 @@ from auxin.optimizers import check as check_optimizers
 from auxin.scale import Entry, enter
 from auxin.select import Budget, Candidates, asked_numbers, chosen_sites, spend
 from auxin.sites import find_sites, verify
-from auxin.statistics import Sums, clamped_samples
+from auxin.statistics import Sums, clamped_samples, estimation_samples
 from auxin.structure import Change, Site, Sites
 from auxin.surgery import apply, plain, scratch
 
@@ -75,14 +76,19 @@ def grow(
         AuxinError: for anything that cannot be done; model and optimizer are then as they were.
     """
     check_amplitude(amplitude)
+    if samples is not None:
+        check_number("samples", samples, 1, whole=True)
     request = Request(resolve(method), neurons, sites, amplitude, samples, held_out, neurons != "auto")
-    return carry_out(plain(model), batches, as_task(loss), request, as_list(optimizer))
+    target, optimizers = plain(model), as_list(optimizer)
+    growth, changes = planned_growth(target, batches, as_task(loss), request, optimizers)
+    apply(target, changes, optimizers)
+    return growth
 
 
-def carry_out(
+def planned_growth(
     target: nn.Module, batches: Iterable[Any], task: Task, request: "Request", optimizers: list[Optimizer]
-) -> Growth:
-    """One growth: measured and tried on copies, then applied at once."""
+) -> tuple[Growth, list[Change]]:
+    """One growth, measured and tried on copies: its record, and the changes that are left to apply at once."""
     started = time.perf_counter()
     with isolated(target):
         stage = prepare(target, batches, task, request, optimizers)
@@ -90,12 +96,12 @@ def carry_out(
         changes = [entry.change for _, _, entry in entries]
         records = [make_record(stage, index, entries) for index in range(len(entries))]
         before, after = outer_losses(stage, changes)
-    apply(target, changes, optimizers)
     counts = [stage.measurement.count(fold) for fold in stage.folds]
-    return Growth(
+    growth = Growth(
         tuple(records), request.method.name, time.perf_counter() - started,
         samples=counts[0], samples_held_out=sum(counts[1:]), loss_before=before, loss_after=after, notes=stage.notes,
     )  # fmt: skip
+    return growth, changes
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,8 @@ def prepare(
     sites = trainable(model, sites, request.sites is not None or isinstance(request.neurons, dict))
     numbers = {name: number for name, number in numbers.items() if name in sites}
     check_optimizers(model, list(sites), optimizers)
-    stream.more(kept, request.samples or samples_wanted(model, sites))
+    halved = request.chooses and request.held_out is None
+    stream.more(kept, request.samples or samples_wanted(model, sites) * (2 if halved else 1))
     measurement = Measurement(model, task, sites, kept)
     generator = torch.Generator().manual_seed(seed)
     notes: tuple[str, ...] = ()
@@ -175,13 +182,18 @@ def resolve_sites(model: nn.Module, example: Any, wanted: Sites | Sequence[str] 
 
 
 def samples_wanted(model: nn.Module, sites: Sites) -> int:
-    """The paper's rule (sec:BatchsizeForEstimation) for the widest regression of any site, clamped from below."""
+    """The paper's rule (sec:BatchsizeForEstimation) for the widest regression of any site, clamped from below.
+
+    Its factor 2^k speaks of pixels in images, and so of convolutions alone: at P = 1 it is 2^32.
+    """
     wanted = []
     for site in sites:
         for name in (*site.producers, *site.consumers):
             module = model.get_submodule(name)
-            features, positions = weight_of(module).shape[1:].numel() + has_bias(module), site.uses[name]
-            wanted.append(clamped_samples(max(1, features), max(1, positions), multiple=ROWS_PER_FEATURE))
+            weight, positions = weight_of(module), max(1, site.uses[name])
+            features = max(1, weight.shape[1:].numel() + has_bias(module))
+            rule = estimation_samples if weight.dim() > 2 else partial(estimation_samples, image_positions=0)
+            wanted.append(clamped_samples(features, positions, multiple=ROWS_PER_FEATURE, rule=rule))
     return max(wanted)
 
 
@@ -249,7 +261,7 @@ def propose_all(stage: Stage) -> list[tuple[SiteView, Proposal, Entry]]:
     entries: list[tuple[SiteView, Proposal, Entry]] = []
     auto = stage.request.neurons == "auto"
     for name, number in stage.numbers.items():
-        view = stage.views[name]
+        view, started = stage.views[name], time.perf_counter()
         with torch.no_grad():
             proposal = in_groups(stage.request.method.propose(view, number), view.site) if auto else (
                 stage.request.method.propose(view, number)
@@ -259,7 +271,7 @@ def propose_all(stage: Stage) -> list[tuple[SiteView, Proposal, Entry]]:
             if not entry.lowers and not stage.request.insists:
                 proposal = without_neurons(proposal)
                 entry = replace(enter(view, proposal, before, 0.0), notes=("no amplitude lowered the held-out loss",))
-        entries.append((view, proposal, entry))
+        entries.append((view, proposal, replace(entry, seconds=time.perf_counter() - started)))
     return entries
 
 
@@ -294,7 +306,7 @@ def make_record(stage: Stage, index: int, entries: list[tuple[SiteView, Proposal
         predicted=entry.predicted, measured=entry.measured, amplitude=entry.amplitude,
         parameters_before=parameters_after(view.measurement.model, changes[:index]),
         parameters_after=parameters_after(view.measurement.model, changes[: index + 1]),
-        notes=notes, details=details,
+        seconds=entry.seconds, notes=notes, details=details,
         slots=tuple(asdict(slot) for slot in site.slots), counts=tuple(asdict(count) for count in site.counts),
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, overload
 
-from auxin.errors import CheckpointError
+from auxin.errors import CheckpointError, InputError, unknown
 
 FORMAT = 1
 
@@ -80,7 +80,10 @@ class Growth(Sequence[Record]):
     def __getitem__(self, key: slice) -> tuple[Record, ...]: ...
     def __getitem__(self, key: str | int | slice) -> Record | tuple[Record, ...]:
         if isinstance(key, str):
-            return next(record for record in self.records if record.site == key)
+            found = next((record for record in self.records if record.site == key), None)
+            if found is None:
+                raise unknown("site", key, [record.site for record in self.records])
+            return found
         return self.records[key]
 
     @property
@@ -91,7 +94,10 @@ class Growth(Sequence[Record]):
     @property
     def changed(self) -> bool:
         """Whether anything was changed: neurons, or old weights alone."""
-        return any(record.added or record.kept is not None or (record.amplitude or 0) != 0 for record in self.records)
+        return any(
+            record.added or record.kept is not None or record.amplitude or record.details.get("amplitude_update")
+            for record in self.records
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings, ready for JSON."""
@@ -152,4 +158,7 @@ def as_history(history: "History | Growth | Sequence[Growth]") -> History:
     """A History from whatever `save` accepts: a History, a Growth or a list of Growths."""
     if isinstance(history, History):
         return history
-    return History([history] if isinstance(history, Growth) else list(history))
+    events = [history] if isinstance(history, Growth) else history
+    if not isinstance(events, Sequence) or not all(isinstance(event, Growth) for event in events):
+        raise InputError(f"history is a {type(history).__name__}; accepted: a History, a Growth or a list of Growths")
+    return History(list(events))

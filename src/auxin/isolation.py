@@ -42,3 +42,10 @@ def isolated(model: nn.Module) -> Iterator[None]:
     """Both, with gradients enabled whatever the caller's mode."""
     with same_random_state(model), same_buffers(model), torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def reseed(seed: int) -> None:
+    """Start torch's generators at a seed; without the cost of `torch.manual_seed` where no accelerator is in use."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)

@@ -6,7 +6,8 @@ sample for the rules that compare sizes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,12 +68,15 @@ class Supervised(Task):
 
     def run(self, model: nn.Module, batch: Any) -> Any:
         """`model(input)`, `model(*input)` or `model(**input)`."""
-        return call(model, pair(batch)[0])
+        inputs = pair(batch)[0]
+        with blamed("the model", "pass batches that it can be run on"):
+            return call(model, inputs)
 
     def mean(self, answer: Any, batch: Any, rows: Tensor | None = None) -> Tensor:
         """The user's loss, on the rows alone where asked."""
         target = pair(batch)[1]
-        return self.loss(answer, target) if rows is None else self.loss(answer[rows], target[rows])
+        with blamed("the loss", "pass one that takes (output, target)"):
+            return self.loss(answer, target) if rows is None else self.loss(answer[rows], target[rows])
 
     def splits(self, answer: Any, batch: Any) -> bool:
         """Where output and target are tensors with a row a sample."""
@@ -156,7 +160,8 @@ class Objective(Task):
 
     def run(self, model: nn.Module, batch: Any) -> Any:
         """The mean loss, and the scores where they are defined."""
-        loss = self.fn(model, batch)
+        with blamed("the objective's fn", "pass one that takes (model, batch) and batches for it"):
+            loss = self.fn(model, batch)
         with torch.no_grad():
             scores = None if self.score is None or torch.is_grad_enabled() else self.score(model, batch)
         return loss, scores
@@ -190,6 +195,17 @@ def as_task(loss: Any) -> Task:
             f"loss is {loss!r}; accepted: a function loss(output, target) -> scalar tensor, or auxin.Objective(fn)"
         )
     return Supervised(loss)
+
+
+@contextmanager
+def blamed(whose: str, advice: str) -> Iterator[None]:
+    """What the user's code raises, as an error that names it; memory that ran out is nobody's fault."""
+    try:
+        yield
+    except (AuxinError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise InputError(f"{whose} raised {type(error).__name__}: {error}; {advice}. Nothing was changed") from error
 
 
 def pair(batch: Any) -> tuple[Any, Any]:

@@ -150,6 +150,19 @@ def _moves_of(optimizer: Optimizer, draft: Draft, state: dict[str, Any]) -> Iter
         if rule is not None and value is not None:
             _check_shape(optimizer, draft, key, value, rule)
             yield Move(state, key, draft.follow(value, rule))
+    step = state.get("step")
+    if torch.is_tensor(step) and _never_moved(state, rules):
+        yield Move(state, "step", torch.zeros_like(step))
+
+
+def _never_moved(state: dict[str, Any], rules: Rules) -> bool:
+    """Whether a parameter never had a gradient, as behind dead units.
+
+    Its averages then have everything to learn, while the bias correction of a late step says that they are settled:
+    Adam would move it six times as far as at the start.
+    """
+    averages = [state[key] for key, rule in rules.items() if rule is SECOND and torch.is_tensor(state.get(key))]
+    return bool(averages) and not any(bool(average.any()) for average in averages)
 
 
 def _check_shape(optimizer: Optimizer, draft: Draft, key: str, value: object, rule: Rule) -> None:

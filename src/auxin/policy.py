@@ -1,10 +1,11 @@
 """When a growing network grows, by how much, up to which size, and when it stops for good."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from auxin.errors import InputError
+from auxin.errors import InputError, check_number, check_option
 from auxin.select import Budget
 
 
@@ -30,6 +31,7 @@ class Policy:
 
     Up to where:
         largest: no site grows beyond this width. parameters, multiply_adds: nor the model beyond these sizes.
+        samples: how many samples to draw at an opportunity, in the place of the sample rule.
         total: how many opportunities the whole training will have; growth ends for good after the share `until` of
             them. None: growth ends after three opportunities in a row that added nothing.
     """
@@ -49,25 +51,40 @@ class Policy:
     largest: int | None = 256
     parameters: int | None = None
     multiply_adds: int | None = None
+    samples: int | None = None
     total: int | None = None
     until: float = 0.5
 
     def __post_init__(self) -> None:
-        wholes = ("every", "patience", "confirm", "smallest", "largest", "parameters", "multiply_adds", "total")
+        wholes = ("every", "patience", "confirm", "smallest", "largest", "parameters", "multiply_adds", "samples", "total")
         for name in wholes:
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InputError(f"Policy({name}={value!r}); accepted: a whole number of at least 1")
-        if self.better not in ("lower", "higher"):
-            raise InputError(f"Policy(better={self.better!r}); accepted: 'lower' or 'higher'")
+            if getattr(self, name) is not None or name in ("every", "confirm", "smallest"):
+                check_number(f"Policy: {name}", getattr(self, name), 1, whole=True)
+        for name in ("margin", "share_rise", "rho", "errors", "until"):
+            if getattr(self, name) is not None:
+                check_number(f"Policy: {name}", getattr(self, name))
+        check_option("Policy: better", self.better, ("lower", "higher"))
         if not 0 < self.until <= 1:
-            raise InputError(f"Policy(until={self.until!r}); accepted: a share of training, above 0 and at most 1")
-        if not self.rho >= 0:
-            raise InputError(f"Policy(rho={self.rho!r}); accepted: a number of at least 0")
-        if isinstance(self.neurons, str) and self.neurons not in ("slack", "auto"):
-            raise InputError(
-                f"Policy(neurons={self.neurons!r}); accepted: 'slack', 'auto', a number, a dict or auxin.Budget(...)"
-            )
+            raise InputError(f"Policy: until={self.until!r}; accepted: a share of training, above 0 and at most 1")
+        self._check_schedule()
+        self._check_neurons()
+
+    def _check_schedule(self) -> None:
+        calls = self.schedule
+        if calls is not None and not isinstance(calls, Sequence):
+            raise InputError(f"Policy: schedule={calls!r}; accepted: a list of calls, such as [1, 5, 10]")
+        for call in calls or ():
+            check_number("Policy: a call of the schedule", call, 1, whole=True)
+
+    def _check_neurons(self) -> None:
+        wanted = self.neurons
+        if isinstance(wanted, str):
+            check_option("Policy: neurons", wanted, ("slack", "auto"))
+        elif not isinstance(wanted, Budget):
+            numbers = wanted.items() if isinstance(wanted, Mapping) else [("", wanted)]
+            for name, number in numbers:
+                accepted = f"Policy: neurons{f' for {name!r}' if name else ''} (or 'slack', 'auto', auxin.Budget(...))"
+                check_number(accepted, number, whole=True)
 
     def over(self, calls: int, idle: int) -> bool:
         """Whether growth has ended for good, after so many calls and idle opportunities in a row."""
@@ -91,11 +108,12 @@ class Policy:
 
 def checked_metric(policy: Policy, metric: Any) -> float | None:
     """The metric as a number; an error where the policy waits for one and there is none."""
-    if policy.patience is None:
-        return None if metric is None else float(metric)
-    if metric is None:
+    if metric is None and policy.patience is not None:
         raise InputError("the policy waits for a plateau (patience=...), and step() got no metric; pass metric=...")
-    value = float(metric)
-    if value != value:
+    try:
+        value = None if metric is None else float(metric)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"metric is {metric!r}; accepted: a number") from error
+    if value is not None and math.isnan(value):
         raise InputError("metric is NaN; accepted: a number")
     return value

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from auxin.isolation import reseed
 from auxin.layers.operations_base import named, tensors_in
 from auxin.structure import Site, Slot, slot_tensor, widened
 from auxin.surgery import scratch
@@ -169,7 +170,7 @@ def light_copy(model: nn.Module) -> nn.Module:
 def outputs(model: nn.Module, run: Run, dtype: torch.dtype | None, training: bool, seed: int = 0) -> Outputs:
     """The outputs of a copy of `model` in one mode, from a fixed random state."""
     tried = light_copy(model).train(training)
-    torch.manual_seed(seed)
+    reseed(seed)
     try:
         with torch.no_grad(), _NoDropout():
             result = run(tried, dtype)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from auxin.collect import Fold, Measurement
 from auxin.errors import NumericalError
 from auxin.features import blank_change, norms_passing
+from auxin.isolation import reseed
 from auxin.layers import rule_for
 from auxin.layers.base import has_bias, weight_of
 from auxin.linalg import batch_norm_insertion
@@ -38,6 +39,7 @@ class Entry:
     measured: float
     lowers: bool
     notes: tuple[str, ...] = ()
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -267,7 +269,7 @@ def channel_sums(
     seen = {name: Sums() for name in names}
     with norms_passing(copy, change.site, change.count, seen), torch.no_grad():
         for kept in measurement.kept:
-            torch.manual_seed(kept.seed)
+            reseed(kept.seed)
             measurement.task.run(copy, kept.batch)
     return seen
 

@@ -1,10 +1,10 @@
 """Which sites, and how many neurons: what a user may ask for, and one ranking over all sites."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from auxin.errors import InputError, NoSiteError, unknown
+from auxin.errors import InputError, NoSiteError, check_number, unknown
 from auxin.structure import Site, Sites
 
 
@@ -24,8 +24,8 @@ class Budget:
         if not any(value is not None for value in given.values()):
             raise InputError("Budget() limits nothing; accepted: parameters=..., multiply_adds=... or both")
         for name, value in given.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise InputError(f"Budget({name}={value!r}); accepted: a whole number of at least 0")
+            if value is not None:
+                check_number(f"Budget: {name}", value, whole=True)
 
 
 Neurons = int | str | Budget | Mapping[str, int]
@@ -38,13 +38,22 @@ def chosen_sites(found: Sites, wanted: "Sites | Sequence[str] | None") -> Sites:
     elif isinstance(wanted, str):
         chosen = Sites((found[wanted],), found.refused)
     else:
-        names = [item.name if isinstance(item, Site) else item for item in wanted]
+        names = site_names(wanted)
         picked = {found[name].name for name in names}
         chosen = Sites(tuple(site for site in found if site.name in picked), found.refused)
     if not chosen:
         reasons = "\n".join(f"  {refusal}" for refusal in found.refused) or "  it has no hidden Linear or Conv layer"
         raise NoSiteError(f"the model has no site that can grow:\n{reasons}")
     return chosen
+
+
+def site_names(wanted: object) -> list[str]:
+    """The names in a list of names and sites."""
+    items = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+    names = [item.name if isinstance(item, Site) else item for item in items]
+    if not isinstance(wanted, Iterable) or not names or not all(isinstance(name, str) for name in names):
+        raise InputError(f"sites is {wanted!r}; accepted: what find_sites gave, a list of names, or None for every site")
+    return names
 
 
 def asked_numbers(sites: Sites, neurons: Any) -> dict[str, int | str]:
@@ -55,6 +64,8 @@ def asked_numbers(sites: Sites, neurons: Any) -> dict[str, int | str]:
         for name in neurons:
             if name not in sites:
                 raise unknown("site", name, [site.name for site in sites])
+        if not neurons:
+            raise InputError("neurons is an empty dict, which asks nothing; accepted: {site name: number}")
         return {site.name: whole(site, neurons[site.name]) for site in sites if site.name in neurons}
     return {site.name: whole(site, neurons) for site in sites}
 

@@ -50,6 +50,8 @@ class Plan:
 
 def plain(model: nn.Module) -> nn.Module:
     """The module inside of what `torch.compile` returned; wrappers that keep the old shapes are refused."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is {model!r}; accepted: a torch.nn.Module, the object itself and not its class")
     inner = getattr(model, "_orig_mod", None)
     if inner is not None:
         return plain(inner)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from auxin.errors import check_option
 from auxin.linalg import gradmax
 from auxin.methods.base import Choice, Method, Proposal, SiteView, Statistics, directions_that_gain, register
 from auxin.methods.tiny import FIXED_NORM, to_norm
@@ -26,6 +27,9 @@ class GradMax(Method):
 
     norm: Literal["linear", "sqrt"] = "linear"
     name = "gradmax"
+
+    def __post_init__(self) -> None:
+        check_option("norm", self.norm, ("linear", "sqrt"))
 
     @property
     def statistics(self) -> Statistics:

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from auxin.errors import InputError
+from auxin.errors import check_option
 from auxin.methods.base import Choice, Method, Proposal, SiteView, Statistics, register
 from auxin.methods.tiny import to_norm
 
@@ -23,8 +23,7 @@ class Random(Method):
     name = "random"
 
     def __post_init__(self) -> None:
-        if self.distribution not in ("normal", "uniform"):
-            raise InputError(f"distribution is {self.distribution!r}; accepted: 'normal' or 'uniform'")
+        check_option("distribution", self.distribution, ("normal", "uniform"))
 
     @property
     def statistics(self) -> Statistics:

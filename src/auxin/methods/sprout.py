@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from auxin.errors import InputError
+from auxin.errors import check_number
 from auxin.layers.base import has_bias
 from auxin.linalg import new_neurons, refit
 from auxin.methods.base import (
@@ -21,6 +21,10 @@ from auxin.methods.base import (
 DAMPINGS = (0.001, 0.01, 0.1, 1.0)
 USUAL = 0.1
 """The damping where nothing is held out to choose it on."""
+
+REACH = 2.0
+LEAST_REACH = 0.1
+"""How far the mean pre-activation may be from 0: in standard deviations, plus a share of the norm of the weights."""
 
 
 @register
@@ -40,8 +44,9 @@ class Sprout(Method):
     name = "sprout"
 
     def __post_init__(self) -> None:
-        if self.damping_s is not None and not self.damping_s >= 0:
-            raise InputError(f"damping_s is {self.damping_s!r}; accepted: None or a number of at least 0")
+        if self.damping_s is not None:
+            check_number("damping_s", self.damping_s)
+        check_number("largest", self.largest)
 
     @property
     def statistics(self) -> Statistics:
@@ -118,13 +123,33 @@ def usual_scale(view: SiteView, alpha: Tensor) -> Tensor:
     weights = alpha[:, :-1] if view.constant else alpha
     norms = weights.norm(dim=1, keepdim=True)
     scale = view.producer_rule.usual_norm(view.producer) / norms
-    return torch.where(norms > 1e-12 * alpha.norm(dim=1, keepdim=True), alpha * scale, alpha)
+    scaled = torch.where(norms > 1e-12 * alpha.norm(dim=1, keepdim=True), alpha * scale, alpha)
+    return within_reach(view.s(), scaled) if view.constant else scaled
+
+
+def within_reach(s: Tensor, alpha: Tensor) -> Tensor:
+    """Fan-ins whose bias keeps the mean pre-activation within two standard deviations of 0.
+
+    Where inputs barely vary, a direction is nearly all bias, and bringing its weights to the usual norm would make
+    that bias as large as it likes (6.7e6 behind a dead layer), for a neuron that never bends.
+    """
+    level = s[-1, -1]
+    if not level > 0:
+        return alpha
+    mean = s[-1, :-1] / level
+    covariance = s[:-1, :-1] / level - torch.outer(mean, mean)
+    weights, bias = alpha[:, :-1], alpha[:, -1]
+    centre = weights @ mean + bias
+    spread = ((weights @ covariance) * weights).sum(1).clamp(min=0).sqrt()
+    reach = REACH * spread + LEAST_REACH * weights.norm(dim=1)
+    return torch.cat([weights, (bias + centre.clamp(-reach, reach) - centre)[:, None]], dim=1)
 
 
 def refitted(view: SiteView, proposal: Proposal) -> Proposal:
     """The fan-out that explains most of v by real features, its damping chosen on the held-out fold."""
     if proposal.count == 0:
-        return replace(proposal, rate_neurons=0.0, rate_update=view.update_rate(proposal.updates))
+        omega = view.split(proposal.alpha.new_zeros(0, view.most))
+        return replace(proposal, omega=omega, rate_neurons=0.0, rate_update=view.update_rate(proposal.updates))
     moments = view.feature_moments(proposal.alpha, proposal.updates)
     omega, updates, intercepts, rate = {}, dict(proposal.updates), {}, 0.0
     update_rate = view.update_rate(proposal.updates)
@@ -152,7 +177,7 @@ def best_refit(view: SiteView, name: str, moments: dict, intercept: bool) -> Ten
     size = None if intercept else -1
     estimate = moments[name, "estimate"]
     f_f, v_f = estimate.f_f[:size, :size], estimate.v_f[:, :size]
-    tried = [refit(f_f, v_f, damping, intercept) for damping in DAMPINGS]
+    tried = [refit(ridged(f_f, damping, intercept), v_f, 0.0, intercept) for damping in DAMPINGS]
     if (name, "held_out") not in moments:
         return tried[DAMPINGS.index(USUAL)]
     held = moments[name, "held_out"]
@@ -162,3 +187,13 @@ def best_refit(view: SiteView, name: str, moments: dict, intercept: bool) -> Ten
     return tried[gains.index(max(gains))]
 
 
+def ridged(f_f: Tensor, damping: float, constant: bool) -> Tensor:
+    """E[phi phi^T] with each feature's own mean square, times the damping, added to its diagonal; not the constant's.
+
+    A feature that is nearly constant would otherwise take a huge fan-out, and an intercept as huge against it, for
+    what little it varies: both are out of tune as soon as the layers before it move.
+    """
+    ridge = f_f.diagonal() * damping
+    if constant:
+        ridge = torch.cat([ridge[:-1], ridge.new_zeros(1)])
+    return f_f + torch.diag(ridge)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from auxin.errors import InputError
+from auxin.errors import check_number, check_option
 from auxin.linalg import new_neurons
 from auxin.methods.base import (
     Choice,
@@ -48,12 +48,9 @@ class Tiny(Method):
     name = "tiny"
 
     def __post_init__(self) -> None:
-        if self.normalisation not in (None, "fixed", "unit"):
-            raise InputError(f"normalisation is {self.normalisation!r}; accepted: None, 'fixed' or 'unit'")
-        if self.zero not in (None, "fan_in", "fan_out"):
-            raise InputError(f"zero is {self.zero!r}; accepted: None, 'fan_in' or 'fan_out'")
-        if not self.damping >= 0:
-            raise InputError(f"damping is {self.damping!r}; accepted: a number of at least 0")
+        check_option("normalisation", self.normalisation, (None, "fixed", "unit"))
+        check_option("zero", self.zero, (None, "fan_in", "fan_out"))
+        check_number("damping", self.damping)
 
     @property
     def statistics(self) -> Statistics:
