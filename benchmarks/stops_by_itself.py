@@ -3,15 +3,18 @@
     python benchmarks/stops_by_itself.py DATA_ROOT [--sets letter penbased spambase vowel] [--seeds 3] [--json FILE]
 
 DATA_ROOT holds `tabular/NAME.csv`: numeric features with a header, the label last. Both arms: ReLU, AdamW, one cycle,
-the same epochs and batches, one setting for every set. FLOPs are multiply-adds of training (forward and backward,
-three per weight and sample); those of growth itself are counted apart, by the passes that it makes.
+the same number of steps, one setting for every set. The growing arm has 40 opportunities and keeps a tenth of its
+samples for them until growth is over; the other trains on all from the start. FLOPs are multiply-adds of training
+(three a weight and sample, for forward and backward); growth itself is given as its share of the time.
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +22,7 @@ from torch import Tensor, nn
 
 import auxin
 
-EPOCHS, BATCH, RATE, CAP = 40, 128, 0.01, 256
-POLICY: dict = {}
-HELD = 0.2
-METHOD = auxin.Sprout()
+STEPS, OPPORTUNITIES, BATCH, RATE, CAP, HELD = 8000, 40, 64, 0.01, 256, 0.1
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -49,40 +49,45 @@ def mlp(inputs: int, width: int, classes: int) -> nn.Sequential:
     )
 
 
-def run(data: Split, width: int, seed: int, grows: bool) -> dict[str, float | list[int]]:
-    """One training run; accuracy, widths, multiply-adds."""
+def batches(data: Split, held: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Shuffled batches of the training samples from number `held` on, for ever."""
+    x, y = data[:2]
+    while True:
+        order = torch.randperm(len(x) - held) + held
+        yield from ((x[part], y[part]) for part in order.split(BATCH))
+
+
+def run(data: Split, width: int, seed: int, grows: bool) -> dict[str, Any]:
+    """One training run; accuracy, widths, multiply-adds, and the share of time spent in growth."""
     torch.manual_seed(seed)
     x, y, x_test, y_test = data
-    held = int(HELD * len(x)) if grows else 0
-    held_out = [(x[:held], y[:held])]
-    classes = int(y.max()) + 1
-    model = mlp(x.shape[1], width, classes)
+    model = mlp(x.shape[1], width, int(y.max()) + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    batches = -(-len(x) // BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=EPOCHS * batches + 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=STEPS + 1)
     loss = nn.functional.cross_entropy
-    policy = auxin.Policy(total=EPOCHS, largest=CAP, **POLICY)
-    grower = auxin.Grower(model, loss, optimizer=optimizer, policy=policy, method=METHOD)
-    cost, started, growing = 0, time.perf_counter(), 0.0
-    for _ in range(EPOCHS):
-        order = torch.randperm(len(x))
-        order = order[order >= held] if not grower.finished else order
-        pieces = [(x[part], y[part]) for part in order.split(BATCH)]
-        for inputs, labels in pieces:
-            optimizer.zero_grad()
-            loss(model(inputs), labels).backward()
-            optimizer.step()
-            schedule.step()
-        cost += 3 * len(x) * auxin.multiply_adds(model, x[:1])
-        if grows:
+    policy = auxin.Policy(total=OPPORTUNITIES, largest=CAP)
+    grower = auxin.Grower(model, loss, optimizer=optimizer, policy=policy)
+    held = int(HELD * len(x)) if grows else 0
+    stream = batches(data, held)
+    cost, growing, started = 0, 0.0, time.perf_counter()
+    for step in range(1, STEPS + 1):
+        inputs, labels = next(stream)
+        optimizer.zero_grad()
+        loss(model(inputs), labels).backward()
+        optimizer.step()
+        schedule.step()
+        if step % (STEPS // OPPORTUNITIES) == 0:
+            cost += 3 * BATCH * (STEPS // OPPORTUNITIES) * auxin.multiply_adds(model, x[:1])
+        if grows and not grower.finished and step % (STEPS // OPPORTUNITIES) == 0:
             before = time.perf_counter()
-            grower.step(pieces, held_out=held_out)
+            grower.step(batches(data, held), held_out=[(x[:held], y[:held])])
             growing += time.perf_counter() - before
+            stream = batches(data, 0) if grower.finished else stream
     with torch.no_grad():
         accuracy = float((model(x_test).argmax(1) == y_test).float().mean()) * 100
     widths = [module.out_features for module in model if isinstance(module, nn.Linear)][:-1]
-    seconds = time.perf_counter() - started
-    return {"accuracy": accuracy, "widths": widths, "multiply_adds": cost, "seconds": seconds, "growing": growing}
+    share = growing / (time.perf_counter() - started)
+    return {"accuracy": accuracy, "widths": widths, "multiply_adds": cost, "share": share}
 
 
 def main() -> None:
@@ -95,11 +100,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = {}
-    print(f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {EPOCHS} epochs")
+    print(f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {STEPS} steps of {BATCH}")
     print("| set | grown widths | grown | constant 64 | difference | FLOPs, grown / constant | time in growth |")
     print("|---|---|---|---|---|---|---|")
     for name in args.sets:
-        arms = {"grown": [], "constant": []}
+        arms: dict[str, list[dict[str, Any]]] = {"grown": [], "constant": []}
         for seed in range(args.seeds):
             data = load(args.root / "tabular" / f"{name}.csv", seed)
             arms["grown"].append(run(data, 1, seed, True))
@@ -110,7 +115,7 @@ def main() -> None:
         args.json.write_text(json.dumps(results, indent=1))
 
 
-def row(name: str, arms: dict[str, list[dict]]) -> str:
+def row(name: str, arms: dict[str, list[dict[str, Any]]]) -> str:
     """One line of the table: mean and standard deviation over seeds."""
     figures = {}
     for arm, runs in arms.items():
@@ -118,7 +123,7 @@ def row(name: str, arms: dict[str, list[dict]]) -> str:
         figures[arm] = (statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
     widths = ", ".join("-".join(map(str, result["widths"])) for result in arms["grown"])
     cost = sum(r["multiply_adds"] for r in arms["grown"]) / sum(r["multiply_adds"] for r in arms["constant"])
-    share = sum(r["growing"] for r in arms["grown"]) / sum(r["seconds"] for r in arms["grown"])
+    share = statistics.mean(r["share"] for r in arms["grown"])
     cells = [f"{mean:.2f} ± {spread:.2f}" for mean, spread in figures.values()]
     difference = figures["grown"][0] - figures["constant"][0]
     return f"| {name} | {widths} | {cells[0]} | {cells[1]} | {difference:+.2f} | {cost:.2f} | {share:.0%} |"

@@ -1,15 +1,17 @@
 """What growth must leave alone, bit by bit, and small tasks to grow on."""
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import helpers_surgery
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+import helpers_surgery
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
@@ -52,7 +54,7 @@ def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Seque
     """Linear layers of the given widths with an activation between them, the same at every call."""
     torch.manual_seed(1)
     layers: list[nn.Module] = []
-    for ins, outs in zip(widths, widths[1:], strict=False):
+    for ins, outs in itertools.pairwise(widths):
         layers += [nn.Linear(ins, outs), activation()]
     return nn.Sequential(*layers[:-1])
 

@@ -59,6 +59,9 @@ class Function(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
 
+    def extra_repr(self) -> str:
+        return self.function.__name__
+
 
 class GlobalMean(nn.Module):
     """The mean over all positions, keeping channels."""
@@ -115,6 +118,11 @@ class Case:
     def example(self) -> Tensor:
         """The first batch's input."""
         return self.batches[0][0]
+
+    @property
+    def far(self) -> bool:
+        """Whether the inputs have a mean of 100."""
+        return bool(self.example.abs().mean() > 50)
 
     def grow(self, **changed: Any) -> auxin.Growth:
         """One growth as asked, but for what is `changed`."""
@@ -345,9 +353,12 @@ def networks(draw: st.DrawFn) -> tuple[Net, Tensor]:
 
 def formatted(draw: st.DrawFn, model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
     """Model and input in a type and a memory format, in training or evaluation mode."""
-    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]))
+    halves = [torch.bfloat16] if x.dim() < 5 else []  # torch pools no volumes in bfloat16
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, *halves]))
     memory = torch.contiguous_format
-    if draw(st.booleans()):
+    # A forward pass of torch 2.13 in channels_last alone crashes on some strides with dilations.
+    convolutions = [m for m in model.modules() if isinstance(m, tuple(CONVOLUTIONS.values()))]
+    if all(max(m.stride) == 1 or max(m.dilation) == 1 for m in convolutions) and draw(st.booleans()):
         memory = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), memory)
     return model.to(dtype, memory_format=memory).train(draw(st.booleans())), x.to(dtype, memory_format=memory)
 

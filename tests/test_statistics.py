@@ -12,7 +12,8 @@ from torch import distributed as dist
 
 import reference
 from auxin.errors import InputError
-from auxin.statistics import CHUNK, Sums, clamped_samples, cross_sum, estimation_samples, full_precision, gram_sum
+import auxin.statistics
+from auxin.statistics import Sums, clamped_samples, cross_sum, estimation_samples, full_precision, gram_and_cross, gram_sum
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -45,12 +46,24 @@ def test_strips_cover_the_whole_matrix(features):
     torch.testing.assert_close(gram_sum(x), x.T @ x, rtol=0, atol=1e-12)
 
 
+CHUNK = 128
+
+
 @pytest.mark.parametrize("extra", [-1, 0, 1, CHUNK])
-def test_chunks_add_up(extra):
+def test_chunks_add_up(extra, monkeypatch):
+    monkeypatch.setattr(auxin.statistics, "CHUNK_ENTRIES", 3 * CHUNK)
     x, y = draw(0, CHUNK + extra, 3) + 5, draw(1, CHUNK + extra, 2)
     weights = draw(2, CHUNK + extra).abs()
     torch.testing.assert_close(gram_sum(x, weights), (x * weights[:, None]).T @ x, rtol=1e-12, atol=0)
     torch.testing.assert_close(cross_sum(x, y, weights), (x * weights[:, None]).T @ y, rtol=1e-11, atol=1e-8)
+
+
+def test_gram_and_cross_together_are_what_they_are_apart(monkeypatch):
+    monkeypatch.setattr(auxin.statistics, "CHUNK_ENTRIES", 3 * CHUNK)
+    x, y = draw(0, 2 * CHUNK + 5, 3) + 5, draw(1, 2 * CHUNK + 5, 7)
+    gram, cross = gram_and_cross(x, y)
+    torch.testing.assert_close(gram, x.T @ x, rtol=1e-12, atol=0)
+    torch.testing.assert_close(cross, x.T @ y, rtol=1e-11, atol=1e-8)
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0, 100.0, 1e3])

@@ -18,7 +18,7 @@ from auxin.isolation import reseed
 from auxin.layers import rule_for
 from auxin.layers.base import CHUNK, computing
 from auxin.objectives import Task, tensors_in
-from auxin.statistics import Sums, cross_sum, gram_sum
+from auxin.statistics import Sums, gram_and_cross
 from auxin.structure import Site
 
 Fold = Literal["estimate", "held_out"]
@@ -262,6 +262,7 @@ def with_held_out(measurement: Measurement, batches: Iterable[Any]) -> None:
     measurement.kept.extend(one_fold(kept, "held_out"))
 
 
+@torch.enable_grad()
 def forward_backward(model: nn.Module, task: Task, sites: Sequence[Site], kept: Kept) -> Pass:
     """One pass of a batch, its gradients taken without touching `.grad`."""
     tape = Tape()
@@ -290,7 +291,7 @@ def check_loss(loss: Any) -> None:
             f"the loss is {kind}; accepted: a real scalar tensor, the mean over the batch (reduction='mean')"
         )
     if not bool(torch.isfinite(loss)):
-        raise NumericalError(f"the loss is {float(loss)}; growth needs a finite loss. Nothing was changed")
+        raise NumericalError(f"the loss is {loss.item()}; growth needs a finite loss. Nothing was changed")
     if not loss.requires_grad:
         raise InputError(
             "the loss has no gradient: it does not depend on the model's parameters, or was made under no_grad or "
@@ -365,8 +366,8 @@ def _consumer_part(model: nn.Module, name: str, part: Part) -> dict[str, Tensor]
     module = model.get_submodule(name)
     rule = rule_for(module)
     rows, v = rule.rows(module, part.inputs(name)), rule.output_rows(part.v(name))
-    square = v.double().square().sum()
-    return {"v_square": square, "v_b1": cross_sum(rows, v.to(rows.dtype)).T, "b1_b1": gram_sum(rows)}
+    gram, cross = gram_and_cross(rows, v)
+    return {"v_square": v.double().square().sum(), "v_b1": cross.T, "b1_b1": gram}
 
 
 def output_variance(measurement: Measurement, consumer: str) -> float:
@@ -375,27 +376,27 @@ def output_variance(measurement: Measurement, consumer: str) -> float:
     return float((square / count - (total / count).square()).clamp(min=0).mean()) if len(count) else 0.0
 
 
-def site_sums(
+def site_means(
     measurement: Measurement, updates: dict[str, Tensor] | None, folds: Sequence[Fold]
-) -> dict[tuple[str, Fold], Sums]:
-    """Sums behind Prop. 3.2 for every site: b0 b0^T and b0 v^T a consumer.
+) -> dict[tuple[str, Fold], dict[str, Tensor]]:
+    """Means behind Prop. 3.2 for every site: b0 b0^T and b0 v^T a consumer.
 
     v is taken less the move of the consumer's weight in `updates` (M, F1), or raw where that is None.
     """
     found = {(site.name, fold): Sums() for site in measurement.sites for fold in folds}
     for fold, part in measurement.parts(folds):
         for site in measurement.sites:
-            sums: dict[str, Tensor] = {}
-            for name, term in _site_part(measurement.model, site, updates or {}, part):
-                sums[name] = sums[name] + term if name in sums else term
-            found[site.name, fold].update(samples=part.samples, **sums)
-    return found
+            sums = found[site.name, fold]
+            for name, s, n in _site_part(measurement.model, site, updates or {}, part):
+                sums.take(**{f"b0_b0:{name}": s, f"b0_v:{name}": n})
+            sums.update(samples=part.samples)
+    return {key: sums.give_means() for key, sums in found.items()}
 
 
 def _site_part(
     model: nn.Module, site: Site, updates: dict[str, Tensor], part: Part
-) -> Iterator[tuple[str, Tensor]]:
-    """Named terms of every chunk of samples: no temporary is larger than a chunk of virtual channels."""
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(consumer, S, N) of every chunk of samples: no temporary is larger than a chunk of virtual channels."""
     producer = model.get_submodule(site.producers[0])
     source, rule = part.inputs(site.producers[0]), rule_for(producer)
     left = {name: desired(model, name, updates.get(name), part) for name in site.consumers}
@@ -406,8 +407,7 @@ def _site_part(
         for reading in site.readings:
             name, module = reading.consumer, model.get_submodule(reading.consumer)
             pushed, v = reading.push(virtual), block(left[name], start, step, part.samples)
-            yield f"b0_b0:{name}", rule_for(module).read_gram(module, reading, pushed)
-            yield f"b0_v:{name}", rule_for(module).read_cross(module, reading, pushed, v)
+            yield name, *rule_for(module).read(module, reading, pushed, v)
 
 
 def desired(model: nn.Module, consumer: str, update: Tensor | None, part: Part) -> Tensor:

@@ -80,13 +80,17 @@ def norms_passing(model: nn.Module, site: Site, count: int, seen: dict[str, Sums
 
 
 def reader_inputs(measurement: Measurement, site: Site, alpha: Tensor) -> Iterator[dict[str, Tensor]]:
-    """For every kept batch, what each consumer reads of neurons with fan-ins `alpha`, in its input's layout."""
+    """For every kept batch, what each consumer reads of neurons with fan-ins `alpha`, in its input's layout.
+
+    Neurons of fan-in 0 behind them make the last group whole.
+    """
     copy = scratch(measurement.model)
-    apply(copy, [blank_change(site, alpha)])
-    count, names = len(alpha), list(site.consumers)
+    spare = alpha.new_zeros(-len(alpha) % site.group, alpha.shape[1])
+    apply(copy, [blank_change(site, torch.cat([alpha, spare]))])
+    names = list(site.consumers)
     for kept in measurement.kept:
         found: dict[str, Tensor] = {}
-        with _captured(copy, site, count, found), torch.no_grad():
+        with _captured(copy, site, len(alpha), len(spare), found), torch.no_grad():
             reseed(kept.seed)
             try:
                 measurement.task.run(copy, kept.batch)
@@ -96,7 +100,10 @@ def reader_inputs(measurement: Measurement, site: Site, alpha: Tensor) -> Iterat
 
 
 @contextmanager
-def _captured(copy: nn.Module, site: Site, count: int, found: dict[str, Tensor]) -> Iterator[None]:
+def _captured(
+    copy: nn.Module, site: Site, count: int, spare: int, found: dict[str, Tensor]
+) -> Iterator[None]:
+    """Keep what `count` new neurons bring to the readers; `spare` ones stand behind them."""
     handles = []
 
     def hook_for(reading: Reading) -> Callable[..., None]:
@@ -104,7 +111,8 @@ def _captured(copy: nn.Module, site: Site, count: int, found: dict[str, Tensor])
             inputs = args[0] if args else kwargs["input"]
             axis = reading_axis(module, inputs)
             split = inputs.unflatten(axis, (reading.outer, -1, reading.inner))
-            found[reading.consumer] = split.narrow(axis + 1, split.shape[axis + 1] - count, count).flatten(axis, axis + 2)
+            start = split.shape[axis + 1] - count - spare
+            found[reading.consumer] = split.narrow(axis + 1, start, count).flatten(axis, axis + 2)
             if len(found) == len(site.readings):
                 raise _Stop
 
@@ -114,7 +122,7 @@ def _captured(copy: nn.Module, site: Site, count: int, found: dict[str, Tensor])
         for reading in site.readings:
             module = copy.get_submodule(reading.consumer)
             handles.append(module.register_forward_pre_hook(hook_for(reading), with_kwargs=True))
-        with norms_passing(copy, site, count):
+        with norms_passing(copy, site, count + spare):
             yield
     finally:
         for handle in handles:
@@ -234,14 +242,15 @@ def _probe_sums(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     found = {name: Sums() for name in site.consumers}
     offset: dict[str, Tensor | None] = {}
-    for _, part, inputs in _joined(measurement, site, probes, ["estimate"]):
+    alone = probes.repeat_interleave(site.group, dim=0)  # a probe fills a group: others would be normalised with it
+    for _, part, inputs in _joined(measurement, site, alone, ["estimate"]):
         for reading in site.readings:
             name, module = reading.consumer, measurement.model.get_submodule(reading.consumer)
             rule, cut = rule_for(module), part.cut(inputs[reading.consumer])
             v = desired(measurement.model, name, updates.get(name), part)
             step = chunk_samples(rule, module, reading, cut, part.samples)
             for start in range(0, part.samples, step):
-                phi = rule.neuron_rows(module, reading, block(cut, start, step, part.samples))
+                phi = rule.neuron_rows(module, reading, block(cut, start, step, part.samples))[:, :: site.group]
                 rows = rule.output_rows(block(v, start, step, part.samples))
                 cross = phi.double().flatten(1).T @ rows.double()
                 found[name].update(f_v=cross.unflatten(0, phi.shape[1:]).transpose(1, 2))

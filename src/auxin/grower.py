@@ -1,7 +1,9 @@
 """`Grower`: growth while a model trains, in anyone's loop."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,20 +12,19 @@ from torch.optim import Optimizer
 
 from auxin.collect import Measurement, Stream, consumer_sums, iterated, split_folds, with_held_out
 from auxin.costs import multiply_adds, parameters
-from auxin.errors import CheckpointError
+from auxin.errors import CheckpointError, InputError, ModelChangedError
 from auxin.features import blank_change
-from auxin.growth import Request, as_list, carry_out, measure, psi, resolve_sites, samples_wanted, trainable
+from auxin.growth import Request, as_list, measure, planned_growth, psi, resolve_sites, samples_wanted, trainable
 from auxin.history import Growth, History
 from auxin.isolation import isolated
 from auxin.methods import Method, Tiny, resolve
 from auxin.objectives import as_task
 from auxin.optimizers import check as check_optimizers
 from auxin.policy import Policy, checked_metric
+from auxin.select import asked_numbers, site_names
 from auxin.slack import Slack, measure_slack, widths_doubled
-from auxin.structure import Site, Sites
+from auxin.structure import Change, Site, Sites
 from auxin.surgery import apply, plain, scratch
-
-Numbers = Any
 
 
 @dataclass
@@ -32,7 +33,6 @@ class State:
 
     calls: int = 0
     idle: int = 0
-    finished: bool = False
     best: float | None = None
     waited: int = 0
     shares: dict[str, float] = field(default_factory=dict)
@@ -74,7 +74,11 @@ class Grower:
         self.task = as_task(loss)
         self.optimizers = as_list(optimizer)
         self.method = resolve(method)
+        if not isinstance(policy, Policy | None):
+            raise InputError(f"policy is {policy!r}; accepted: auxin.Policy(...) or None for the default one")
         self.policy = policy or Policy()
+        if sites is not None and not isinstance(sites, Sites):
+            site_names(sites)
         self.history = History()
         self.slack: list[Slack] = []
         self._wanted = sites
@@ -87,7 +91,7 @@ class Grower:
     @property
     def finished(self) -> bool:
         """Whether growth has ended for good; `step` then costs nothing."""
-        return self._state.finished
+        return self.policy.over(self._state.calls + 1, self._state.idle)
 
     def step(
         self, batches: Iterable[Any], metric: float | None = None, held_out: Iterable[Any] | None = None
@@ -104,38 +108,57 @@ class Grower:
         Returns:
             What was grown, or None.
         """
-        state = self._state
         value = checked_metric(self.policy, metric)
-        state.calls += 1
-        state.finished = state.finished or self.policy.over(state.calls, state.idle)
-        if state.finished or not self._due(value):
-            return None
-        growth = self._opportunity(batches, held_out)
-        if growth is None or growth.added == 0:
-            state.idle += 1
-            return None if growth is None or not growth.changed else self._remember(growth, value)
-        state.idle = 0
-        return self._remember(growth, value)
+        with self._whole_or_not_at_all():
+            return self._step(batches, value, held_out)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, to resume with `load_state_dict` (the model is saved apart)."""
-        return {**vars(self._state), "shares": dict(self._state.shares), "narrow": dict(self._state.narrow), "history": self.history.to_json()}
+        return {**asdict(self._state), "history": self.history.to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        values = dict(state)
         try:
+            values = dict(state)
             history = History.from_json(values.pop("history"))
-            loaded = State(**values)
-        except (KeyError, TypeError) as error:
+            loaded = copy.deepcopy(State(**values))
+        except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not a state that Grower.state_dict gave: {error}") from error
         self._state, self.history = loaded, history
+
+    @contextmanager
+    def _whole_or_not_at_all(self) -> Iterator[None]:
+        """A call that fails is as if it had not been made."""
+        before, events = {**vars(self), "_state": copy.deepcopy(self._state)}, list(self.history.events)
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            self.history.events[:] = events
+            raise
+
+    def _step(self, batches: Iterable[Any], metric: float | None, held_out: Iterable[Any] | None) -> Growth | None:
+        state, over = self._state, self.finished
+        state.calls += 1
+        if over or not self._due(metric):
+            return None
+        planned = self._opportunity(batches, held_out)
+        if planned is None:
+            return None
+        growth, changes = planned
+        state.idle = 0 if growth.added else state.idle + 1
+        if not growth.changed:
+            return None
+        growth = self._remember(growth, metric)
+        apply(plain(self.model), changes, self.optimizers)
+        return growth
 
     def _remember(self, growth: Growth, metric: float | None) -> Growth:
         growth = replace(growth, call=self._state.calls, metric=metric)
         self.history.append(growth)
         self._state.waited = 0
         self._state.narrow.clear()
+        self._state.shares.clear()
         return growth
 
     def _due(self, metric: float | None) -> bool:
@@ -148,36 +171,58 @@ class Grower:
                 return False
         return policy.due(state.calls)
 
-    def _opportunity(self, batches: Iterable[Any], held_out: Iterable[Any] | None) -> Growth | None:
+    def _opportunity(
+        self, batches: Iterable[Any], held_out: Iterable[Any] | None
+    ) -> tuple[Growth, list[Change]] | None:
+        """What to do now; None where it turns out not to be an opportunity."""
         target = plain(self.model)
-        others = None if held_out is None else list(iterated(held_out))
         with isolated(target):
+            others = None if held_out is None else list(iterated(held_out))
             measurement, sites = self._look(target, batches, others)
             drawn = [kept.batch for kept in measurement.kept]
+            if self.policy.share_rise is not None and not self._risen(measurement):
+                return None
             numbers = self._numbers(measurement, sites, others)
         if not numbers:
-            return None
-        request = Request(self.method, numbers, sites, None, None, others, insists=False)
-        return carry_out(target, drawn, self.task, request, self.optimizers)
+            return Growth(()), []
+        young = self.policy.neurons == "slack" and any(site.width < self.policy.smallest for site in sites)
+        # a layer of one or two units may be dead, and then no amplitude lowers anything: it widens all the same
+        request = Request(self.method, numbers, sites, None, None, others, insists=young)
+        planned = planned_growth(target, drawn, self.task, request, self.optimizers)
+        chosen = {record.site: record.added for record in planned[0]}
+        cut = self._within(measurement, sites, chosen)
+        if cut == chosen:
+            return planned
+        if not any(cut.values()):
+            return Growth(()), []
+        return planned_growth(target, drawn, self.task, replace(request, neurons=cut), self.optimizers)
 
     def _look(
         self, target: nn.Module, batches: Iterable[Any], others: list[Any] | None
     ) -> tuple[Measurement, Sites]:
         stream = Stream(batches, self.task, target, int(torch.randint(2**31, ())))
         kept = [stream.first()]
-        known = self._sites if self._sites is not None else self._wanted
-        self._sites = sites = trainable(target, resolve_sites(target, self.task.inputs(kept[0].batch), known), False)
+        self._sites = self._found(target, self.task.inputs(kept[0].batch))
+        sites = trainable(target, self._sites, False)
         wanted = self.policy.samples or samples_wanted(target, sites) * (2 if others is None else 1)
         stream.more(kept, wanted)
         return Measurement(target, self.task, sites, kept), sites
 
-    def _numbers(self, measurement: Measurement, sites: Sites, others: list[Any] | None) -> Numbers:
-        """What to ask of `grow` now; nothing where no growth is due."""
-        if self.policy.share_rise is not None and not self._risen(measurement):
-            return None
+    def _found(self, target: nn.Module, example: Any) -> Sites:
+        """The sites, searched again where the model has changed since we found them ourselves."""
+        if self._sites is not None:
+            try:
+                return resolve_sites(target, example, self._sites)
+            except ModelChangedError:
+                if self._sites is self._wanted:
+                    raise
+        return resolve_sites(target, example, self._wanted)
+
+    def _numbers(self, measurement: Measurement, sites: Sites, others: list[Any] | None) -> Any:
+        """What to ask of `grow` now; nothing where the sites are wide enough."""
         if self.policy.neurons != "slack":
-            numbers: Numbers = self.policy.neurons
-            return self._within(measurement, sites, numbers)
+            asked = asked_numbers(sites, self.policy.neurons)
+            return self.policy.neurons if "auto" in asked.values() else self._within(measurement, sites, asked)
         young = {site.name for site in sites if site.width < self.policy.smallest}
         narrow = set(young)
         if not young or not self.policy.tied:
@@ -193,7 +238,8 @@ class Grower:
         else:
             with_held_out(measurement, others)
         sums = consumer_sums(measurement, ["estimate"])
-        self.slack = measure_slack(measurement, sums, sites)
+        self.slack = measure_slack(measurement, sums, sites, self._state.baseline)
+        self._state.baseline = self.slack[0].constant
         streaks = self._state.narrow
         for slack in self.slack:
             narrow = slack.too_narrow(self.policy.rho, self.policy.errors)
@@ -210,36 +256,39 @@ class Grower:
             desired = [float(view.consumer_sums[c, "estimate"].mean("v_square")) for c in view.site.consumers]
             shares[name] = (psi(view) or 0.0) / max(sum(desired), 1e-300)
         before, rise = self._state.shares, self.policy.share_rise or 0.0
-        risen = any(share >= before[name] + rise for name, share in shares.items() if name in before)
-        if risen or not before:
+        if not before:
             self._state.shares = shares
-        return risen
+        return any(share >= before[name] + rise for name, share in shares.items() if name in before)
 
-    def _within(self, measurement: Measurement, sites: Sites, numbers: Numbers) -> Numbers:
-        """Numbers cut down so that the model stays within the policy's sizes."""
-        limits = self.policy.parameters, self.policy.multiply_adds
-        if not isinstance(numbers, (int, Mapping)) or isinstance(numbers, bool) or not any(limits):
-            return numbers
-        each = dict(numbers) if isinstance(numbers, Mapping) else {site.name: numbers for site in sites}
+    def _within(self, measurement: Measurement, sites: Sites, numbers: Mapping[str, int]) -> dict[str, int]:
+        """Numbers cut down so that sites and model stay within the policy's sizes."""
+        each = dict(numbers)
+        if self.policy.largest is not None:
+            room = {site.name: max(0, self.policy.largest - site.width) // site.group * site.group for site in sites}
+            each = {name: min(number, room[name]) for name, number in numbers.items()}
+        share = 1.0 if self._fits(measurement, sites, each) else self._share_that_fits(measurement, sites, each)
+        cut = {name: int(number * share) for name, number in each.items()}
+        return {name: number for name, number in cut.items() if number or not numbers[name]}
+
+    def _share_that_fits(self, measurement: Measurement, sites: Sites, each: Mapping[str, int]) -> float:
         low, high = 0.0, 1.0
-        if self._fits(measurement, sites, each):
-            return each
         for _ in range(12):
             middle = (low + high) / 2
             fits = self._fits(measurement, sites, {name: int(n * middle) for name, n in each.items()})
             low, high = (middle, high) if fits else (low, middle)
-        cut = {name: int(number * low) for name, number in each.items()}
-        return {name: number for name, number in cut.items() if number}
+        return low
 
-    def _fits(self, measurement: Measurement, sites: Sites, numbers: dict[str, int]) -> bool:
-        copy = scratch(measurement.model)
+    def _fits(self, measurement: Measurement, sites: Sites, numbers: Mapping[str, int]) -> bool:
+        if self.policy.parameters is None and self.policy.multiply_adds is None:
+            return True
+        wider = scratch(measurement.model)
         for site in sites:
             count = -(-numbers.get(site.name, 0) // site.group) * site.group
-            producer = copy.get_submodule(site.producers[0])
+            producer = wider.get_submodule(site.producers[0])
             features = producer.get_parameter("weight").shape[1:].numel() + (getattr(producer, "bias", None) is not None)
             if count:
-                apply(copy, [blank_change(replace(site, model=copy), torch.zeros(count, features))])
-        if self.policy.parameters is not None and parameters(copy) > self.policy.parameters:
+                apply(wider, [blank_change(replace(site, model=wider), torch.zeros(count, features))])
+        if self.policy.parameters is not None and parameters(wider) > self.policy.parameters:
             return False
         example = self.task.inputs(measurement.kept[0].batch)
-        return self.policy.multiply_adds is None or multiply_adds(copy, example) <= self.policy.multiply_adds
+        return self.policy.multiply_adds is None or multiply_adds(wider, example) <= self.policy.multiply_adds

@@ -17,7 +17,7 @@ from auxin.collect import (
     consumer_sums,
     one_fold,
     output_variance,
-    site_sums,
+    site_means,
     split_folds,
     with_held_out,
 )
@@ -218,13 +218,13 @@ def measure(
 ) -> dict[str, SiteView]:
     """The moments that a method needs, of all sites in the same passes."""
     consumers: dict[tuple[str, Fold], Sums] = {}
-    producers: dict[tuple[str, Fold], Sums] = {}
+    producers: dict[tuple[str, Fold], dict[str, Tensor]] = {}
     updates: dict[str, Tensor] = {}
     if method.statistics != "none":
         consumers = consumer_sums(measurement, folds)
         names = [name for site in measurement.sites for name in site.consumers]
         updates = {name: prop1(measurement.model, name, consumers[name, "estimate"], method.damping) for name in names}
-        producers = site_sums(measurement, updates if method.statistics == "projected" else None, folds)
+        producers = site_means(measurement, updates if method.statistics == "projected" else None, folds)
     return {
         site.name: SiteView(
             site, measurement, generator, {name: updates[name] for name in site.consumers if name in updates},
@@ -249,7 +249,7 @@ def rounding(model: nn.Module) -> float | None:
 
 def candidates(view: SiteView) -> Candidates:
     """What a site has to offer to a budget."""
-    if not view.site_sums:
+    if not view.site_means:
         raise InputError("a Budget ranks singular values, and this method has none; pass numbers, or another method")
     values = new_neurons(view.s(), view.n(), None, 0.0, view.constant, precision=view.precision).singular_values
     variances = [output_variance(view.measurement, name) for name in view.site.consumers]
@@ -259,13 +259,10 @@ def candidates(view: SiteView) -> Candidates:
 def propose_all(stage: Stage) -> list[tuple[SiteView, Proposal, Entry]]:
     """Proposals in forward order, each line search seeing the sites before it; what is not worth it is left out."""
     entries: list[tuple[SiteView, Proposal, Entry]] = []
-    auto = stage.request.neurons == "auto"
     for name, number in stage.numbers.items():
         view, started = stage.views[name], time.perf_counter()
         with torch.no_grad():
-            proposal = in_groups(stage.request.method.propose(view, number), view.site) if auto else (
-                stage.request.method.propose(view, number)
-            )  # fmt: skip
+            proposal = in_groups(stage.request.method.propose(view, number), view.site)
             before = [entry.change for _, _, entry in entries]
             entry = enter(view, proposal, before, stage.request.amplitude)
             if not entry.lowers and not stage.request.insists:
@@ -277,7 +274,11 @@ def propose_all(stage: Stage) -> list[tuple[SiteView, Proposal, Entry]]:
 
 def in_groups(proposal: Proposal, site: Site) -> Proposal:
     """As many whole groups as the proposal fills."""
-    return first_neurons(proposal, proposal.count // site.group * site.group)
+    left_out = proposal.count % site.group
+    if not left_out:
+        return proposal
+    notes = (*proposal.notes, f"left {left_out} out: new neurons come in groups of {site.group} here")
+    return replace(first_neurons(proposal, proposal.count - left_out), notes=notes)
 
 
 def first_neurons(proposal: Proposal, count: int) -> Proposal:

@@ -1,8 +1,9 @@
 """Contexts in which a model can be run without a trace: random state and buffers are as before afterwards."""
 
 import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -39,8 +40,12 @@ def same_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def isolated(model: nn.Module) -> Iterator[None]:
-    """Both, with gradients enabled whatever the caller's mode."""
-    with same_random_state(model), same_buffers(model), torch.inference_mode(False), torch.enable_grad():
+    """Both, with gradients enabled whatever the caller's mode, and compiled parts run as they were written."""
+    with ExitStack() as stack:
+        for context in (torch.inference_mode(False), torch.enable_grad(), same_random_state(model), same_buffers(model)):
+            stack.enter_context(context)
+        if "torch._dynamo" in sys.modules:  # compiled code does not call hooks
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 

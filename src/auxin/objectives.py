@@ -47,8 +47,11 @@ class Task(ABC):
         """One value a sample, the lower the better."""
 
     @abstractmethod
-    def constant_score(self, batches: list[tuple[Any, Any, Tensor | None]]) -> float:
-        """The mean score of the best constant prediction over (answer, batch, rows) triples."""
+    def constant_score(self, batches: list[tuple[Any, Any, Tensor | None]], first: float | None = None) -> float:
+        """The mean score of the best constant prediction over (answer, batch, rows) triples.
+
+        `first`: what this was when it was asked for the first time, for tasks that cannot know it.
+        """
 
 
 class Supervised(Task):
@@ -100,13 +103,13 @@ class Supervised(Task):
             return self.loss(answer, target).double().reshape(1)
         return torch.stack([self.loss(answer[i : i + 1], target[i : i + 1]) for i in range(len(answer))]).double()
 
-    def constant_score(self, batches: list[tuple[Any, Any, Tensor | None]]) -> float:
+    def constant_score(self, batches: list[tuple[Any, Any, Tensor | None]], first: float | None = None) -> float:
         """Class frequencies or means where those are best; else found by gradient descent on the loss."""
         answers = torch.cat([answer if rows is None else answer[rows] for answer, _, rows in batches]).detach()
         targets = torch.cat([pair(b)[1] if rows is None else pair(b)[1][rows] for _, b, rows in batches])
         kind = self._kind(answers, targets)
         if self.score is None and kind == "classes":
-            shares = one_hot(answers, targets).movedim(1, -1).flatten(0, -2).mean(0)
+            shares = one_hot(answers, targets).movedim(1, -1)[targets >= 0].mean(0)
             return float((1 - shares.square().sum()) / 2)
         if self.score is None and kind == "regression":
             return float((targets.double() - targets.double().mean(0)).square().mean())
@@ -178,12 +181,12 @@ class Objective(Task):
         """As `score` says, else the batch's mean loss."""
         return answer[0].double().reshape(1) if answer[1] is None else answer[1].double().flatten()
 
-    def constant_score(self, batches: list[tuple[Any, Any, Tensor | None]]) -> float:
-        """As `baseline` says, else what the model scores now."""
-        if self.baseline is None:
-            values = torch.cat([self.scores(answer, batch) for answer, batch, _ in batches])
-            self.baseline = float(values.mean())
-        return self.baseline
+    def constant_score(self, batches: list[tuple[Any, Any, Tensor | None]], first: float | None = None) -> float:
+        """As `baseline` says, else what the model scored when first asked."""
+        known = first if self.baseline is None else self.baseline
+        if known is not None:
+            return known
+        return float(torch.cat([self.scores(answer, batch) for answer, batch, _ in batches]).mean())
 
 
 def as_task(loss: Any) -> Task:
@@ -248,9 +251,10 @@ def one_hot(answer: Tensor, target: Tensor) -> Tensor:
 
 
 def half_brier(answer: Tensor, target: Tensor) -> Tensor:
-    """Half the Brier score of each sample, (n,): positions beyond the class axis are averaged."""
+    """Half the Brier score of each sample, (n,): positions with a class (padding has a negative one) are averaged."""
     error = (answer.double().softmax(1) - one_hot(answer, target)).square().sum(1) / 2
-    return error.reshape(len(answer), -1).mean(1)
+    error, seen = error.reshape(len(answer), -1), (target >= 0).reshape(len(answer), -1)
+    return (error * seen).sum(1) / seen.sum(1).clamp(min=1)
 
 
 def best_constant(loss: Loss, answers: Tensor, targets: Tensor) -> Tensor:
@@ -264,8 +268,12 @@ def best_constant(loss: Loss, answers: Tensor, targets: Tensor) -> Tensor:
         value.backward()  # type: ignore[no-untyped-call]
         return value
 
-    with torch.enable_grad():
-        optimizer.step(closure)  # type: ignore[arg-type]
+    advice = "no best constant prediction was found; pass auxin.Objective(fn, score=..., baseline=...)"
+    try:
+        with torch.enable_grad():
+            optimizer.step(closure)  # type: ignore[arg-type]
+    except (ArithmeticError, RuntimeError) as error:  # a line search that ran into NaN or infinity
+        raise AuxinError(advice) from error
     if not bool(torch.isfinite(constant).all()):
-        raise AuxinError("no best constant prediction was found; pass auxin.Objective(fn, score=..., baseline=...)")
+        raise AuxinError(advice)
     return constant.detach().expand(answers.shape)

@@ -44,8 +44,8 @@ class Policy:
     share_rise: float | None = None
     neurons: int | str | Mapping[str, int] | Budget = "slack"
     rho: float = 0.01
-    errors: float = 2.0
-    confirm: int = 1
+    errors: float = 1.0
+    confirm: int = 2
     smallest: int = 4
     tied: bool = True
     largest: int | None = 256
@@ -91,7 +91,7 @@ class Policy:
         if self.schedule is not None and calls > max(self.schedule, default=0):
             return True
         if self.total is not None:
-            return calls > self.until * self.total
+            return calls > self.until * self.total * self.every
         return idle >= 3
 
     def due(self, calls: int) -> bool:

@@ -225,23 +225,26 @@ def with_kept_norms(view: SiteView, change: Change) -> Change:
         scale = filter_scale(module, reading, change)
         if norm.running_mean is None or not bool((scale != 1).any()):
             continue
+        variance, eps = norm.get_buffer("running_var").double(), float(norm.eps)  # type: ignore[arg-type]
+        wanted = (variance + eps) * scale.square() - eps
+        possible = (variance > 0) & (wanted > 0)  # else the norm cannot make up for the scale
+        scale = torch.where(possible, scale, 1.0)
         factors[f"{name}.weight"] = scale.reshape(-1, *[1] * (weight_of(module).dim() - 1))
         if has_bias(module):
             factors[f"{name}.bias"] = scale
         factors[f"{reading.norm}.running_mean"] = scale
-        variance, eps = norm.get_buffer("running_var").double(), float(norm.eps)  # type: ignore[arg-type]
-        factors[f"{reading.norm}.running_var"] = ((variance + eps) * scale.square() - eps).clamp(min=0) / variance
+        factors[f"{reading.norm}.running_var"] = torch.where(possible, wanted / variance, 1.0)
     return replace(change, updates=updates, factors=factors)
 
 
 def filter_scale(module: nn.Module, reading: Reading, change: Change) -> Tensor:
     """Old norm over new norm of each filter, (M,); 1 where either is zero."""
     weight = weight_of(module).detach().double()
-    old = weight.flatten(1).norm(dim=1)
+    old = weight.flatten(1).square().sum(1)
     slot = next(s for s in change.site.slots if s.module == reading.consumer and s.role == "fan_out")
     kept = weight + change.updates.get(slot.name, torch.zeros_like(weight))
-    new = (kept.flatten(1).square().sum(1) + change.new[slot].flatten(1).square().sum(1)).sqrt()
-    return torch.where((old > 0) & (new > 0), old / new, torch.ones_like(old))
+    new = kept.flatten(1).square().sum(1) + change.new[slot].flatten(1).square().sum(1)
+    return torch.where((old > 0) & (new > 0), (old / new).sqrt(), torch.ones_like(old))
 
 
 def with_norms(trial: Trial, change: Change) -> Change:

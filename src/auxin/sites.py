@@ -51,7 +51,11 @@ def find_sites(model: nn.Module, example: Any) -> Sites:
 
 
 def verify(site: Site) -> None:
-    """Raise `ModelChangedError` unless the model's tensors and attributes still fit `site`."""
+    """Raise `ModelChangedError` unless the model's modules, tensors and attributes still fit `site`."""
+    kinds = _kinds(site.model)
+    other = [name for name in {**site.kinds, **kinds} if site.kinds.get(name) is not kinds.get(name)]
+    if site.kinds and other:
+        raise _changed(site, f"{', '.join(other)} came, went or is of another class")
     try:
         wrong = [slot.name for slot in site.slots if not _slot_fits(site, slot)]
         wrong += [f"{c.module}.{c.attribute}" for c in site.counts if not _count_fits(site, c)]
@@ -65,7 +69,7 @@ def call(model: nn.Module, example: Any) -> Any:
     """`model` on one batch's input: a tensor, a tuple of arguments or a dict of keyword arguments."""
     if isinstance(example, Mapping):
         return model(**example)
-    return model(*example) if isinstance(example, tuple) else model(example)
+    return model(*example) if isinstance(example, (tuple, list)) else model(example)
 
 
 def _changed(site: Site, what: str) -> ModelChangedError:
@@ -74,9 +78,14 @@ def _changed(site: Site, what: str) -> ModelChangedError:
     )
 
 
+def _kinds(model: nn.Module) -> dict[str, type]:
+    return {name: type(module) for name, module in model.named_modules()}
+
+
 def _slot_fits(site: Site, slot: Slot) -> bool:
-    tensor = slot_tensor(site.model, slot)
-    return tensor.shape[slot.axis] == site.width * slot.outer * slot.inner
+    tensor, module = slot_tensor(site.model, slot), site.model.get_submodule(slot.module)
+    registered = slot.tensor in {**module._parameters, **module._buffers}
+    return registered and tensor.shape[slot.axis] == site.width * slot.outer * slot.inner
 
 
 def _count_fits(site: Site, count: Count) -> bool:
@@ -201,6 +210,7 @@ def _site(model: nn.Module, group: Group, traces: Mapping[bool, Trace], samples:
         counts=tuple(_counts(model, group)),
         uses={name: max(1, rows[name] // samples) for name in layers},
         model=model,
+        kinds=_kinds(model),
     )
 
 

@@ -39,12 +39,15 @@ class Slack:
 
 
 def measure_slack(
-    measurement: Measurement, sums: Mapping[tuple[str, Fold], Sums], sites: Sequence[Site]
+    measurement: Measurement,
+    sums: Mapping[tuple[str, Fold], Sums],
+    sites: Sequence[Site],
+    constant: float | None = None,
 ) -> list[Slack]:
-    """The slack of each site, on the held-out fold."""
+    """The slack of each site, on the held-out fold; `constant`: the constant score of an earlier look."""
     task, found = measurement.task, []
     whole = measurement.answers(measurement.model, "held_out")
-    constant = task.constant_score(whole)
+    constant = task.constant_score(whole, constant)
     scores = torch.cat([task.scores(*answer) for answer in whole])
     for site in sites:
         grams = {name: sums[name, "estimate"].mean("b1_b1") for name in site.consumers}

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from auxin.errors import InputError
 
-CHUNK = 2048
+CHUNK_ENTRIES = 2**19
+"""Entries of the largest centred copy: larger ones are fresh memory each time, which costs more than the copy."""
 STRIPS = 6
 LEAST_STRIP = 96
 
@@ -58,17 +59,10 @@ def gram_sum(rows: Tensor, weights: Tensor | None = None, constant: bool = False
             [ 4.,  6.,  2.]], dtype=torch.float64)
     """
     total = _zeros(rows, rows.shape[1] + constant, rows.shape[1] + constant)
-    features = rows.shape[1]
     with full_precision(rows.device):
-        for chunk in _chunks(rows, weights):
-            for start, stop in _strips(features):
-                total[start:stop, start:features] += chunk.centred[:, start:stop].T @ chunk.weighted[:, start:]
-            centre, shift = chunk.level(constant)
-            half = shift + centre * (chunk.weight / 2)
-            total.addmm_(torch.stack([centre, half], dim=1), torch.stack([half, centre]))
-    for start, stop in _strips(features):
-        total[stop:, start:stop] = total[start:stop, stop:].T
-    return total
+        for chunk in _chunks(rows, weights, chunk_rows(rows)):
+            _add_gram(total, chunk, constant)
+    return _mirrored(total, rows.shape[1])
 
 
 def cross_sum(rows: Tensor, others: Tensor, weights: Tensor | None = None, constant: bool = False) -> Tensor:
@@ -79,13 +73,46 @@ def cross_sum(rows: Tensor, others: Tensor, weights: Tensor | None = None, const
     """
     if len(rows) != len(others):
         raise InputError(f"{len(rows)} rows against {len(others)}: the sum of x y^T pairs them, give as many of each")
-    total = _zeros(rows, rows.shape[1] + constant, others.shape[1])
+    total, step = _zeros(rows, rows.shape[1] + constant, others.shape[1]), chunk_rows(rows, others)
     with full_precision(rows.device):
-        for x, y in zip(_chunks(rows, weights), _chunks(others, weights), strict=True):
-            total[: rows.shape[1]] += x.weighted.T @ y.centred
-            centre, shift = x.level(constant)
-            both = torch.stack([y.shift + y.centre * x.weight, y.centre])
-            total.addmm_(torch.stack([centre, shift], dim=1), both)
+        for x, y in zip(_chunks(rows, weights, step), _chunks(others, weights, step), strict=True):
+            _add_cross(total, x, y, constant)
+    return total
+
+
+def gram_and_cross(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """`gram_sum(rows)` and `cross_sum(rows, others)`, the rows centred once for both."""
+    gram, cross = _zeros(rows, rows.shape[1], rows.shape[1]), _zeros(rows, rows.shape[1], others.shape[1])
+    step = chunk_rows(rows, others)
+    with full_precision(rows.device):
+        for x, y in zip(_chunks(rows, None, step), _chunks(others, None, step), strict=True):
+            _add_gram(gram, x, False)
+            _add_cross(cross, x, y, False)
+    return _mirrored(gram, rows.shape[1]), cross
+
+
+def _add_gram(total: Tensor, chunk: "_Chunk", constant: bool) -> None:
+    """Add a chunk's part of a Gram matrix, its strips right of the diagonal alone."""
+    features = chunk.centred.shape[1]
+    for start, stop in _strips(features):
+        total[start:stop, start:features] += chunk.centred[:, start:stop].T @ chunk.weighted[:, start:]
+    centre, shift = chunk.level(constant)
+    half = shift + centre * (chunk.weight / 2)
+    total.addmm_(torch.stack([centre, half], dim=1), torch.stack([half, centre]))
+
+
+def _add_cross(total: Tensor, x: "_Chunk", y: "_Chunk", constant: bool) -> None:
+    """Add a chunk's part of a cross moment."""
+    total[: x.centred.shape[1]] += x.weighted.T @ y.centred
+    centre, shift = x.level(constant)
+    both = torch.stack([y.shift + y.centre * x.weight, y.centre])
+    total.addmm_(torch.stack([centre, shift], dim=1), both)
+
+
+def _mirrored(total: Tensor, features: int) -> Tensor:
+    """A Gram matrix with what is left of the diagonal filled in."""
+    for start, stop in _strips(features):
+        total[stop:, start:stop] = total[start:stop, stop:].T
     return total
 
 
@@ -110,17 +137,22 @@ class _Chunk:
         return torch.cat([self.centre, self.centre.new_ones(1)]), torch.cat([self.shift, self.shift.new_zeros(1)])
 
 
-def _chunks(rows: Tensor, weights: Tensor | None) -> Iterator[_Chunk]:
+def chunk_rows(*tensors: Tensor) -> int:
+    """How many rows of the widest of some tensors make a chunk."""
+    return max(64, CHUNK_ENTRIES // max(1, *(tensor.shape[1] for tensor in tensors)))
+
+
+def _chunks(rows: Tensor, weights: Tensor | None, step: int) -> Iterator[_Chunk]:
     """The rows a chunk at a time, in the precision of their products."""
     work = torch.promote_types(rows.dtype, torch.float32)
-    for start in range(0, len(rows), CHUNK):
-        part = rows[start : start + CHUNK].detach().to(work)
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step].detach().to(work)
         if weights is None:
             centre = part.mean(dim=0)
             centred, wide = part - centre, centre.double()
             yield _Chunk(centred, centred, wide, part.sum(dim=0, dtype=torch.float64) - wide * len(part), len(part))
             continue
-        weight = weights[start : start + CHUNK].detach().to(part)
+        weight = weights[start : start + step].detach().to(part)
         total = weight.sum()
         centre = torch.where(total > 0, weight @ part / total, 0.0)
         centred, wide = part - centre, centre.double()
@@ -156,14 +188,22 @@ class Sums:
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    _borrowed: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def update(self, **values: Tensor | float) -> None:
-        """Add to the sums; an int adds to the count of its name."""
+        """Add to the sums; an int adds to the count of its name. No tensor given is ever written to."""
+        self._update(values, own=False)
+
+    def take(self, **values: Tensor | float) -> None:
+        """As `update`, and float64 tensors given become ours, to be written to without a copy."""
+        self._update(values, own=True)
+
+    def _update(self, values: dict[str, Any], own: bool) -> None:
         for name, value in values.items():
             if isinstance(value, int):
                 self.counts[name] = self.counts.get(name, 0) + value
             else:
-                self._add(name, torch.as_tensor(value, dtype=torch.float64).detach())
+                self._add(name, torch.as_tensor(value, dtype=torch.float64).detach(), own)
 
     def merge(self, other: "Sums") -> None:
         """Add what another pass (other batches, another fold) collected."""
@@ -175,18 +215,30 @@ class Sums:
             raise InputError("a mean over no samples: update with samples=... before asking for one")
         return self.sums[name] / self.counts["samples"]
 
+    def give_means(self) -> dict[str, Tensor]:
+        """All means, made in place of the sums and given away: nothing is left here."""
+        samples = self.counts["samples"]
+        given = {name: value / samples if name in self._borrowed else value.div_(samples) for name, value in self.sums.items()}
+        self.sums, self.counts = {}, {}
+        self._borrowed.clear()
+        return given
+
     def __getitem__(self, name: str) -> Tensor:
         return self.sums[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.sums
 
-    def _add(self, name: str, value: Tensor) -> None:
+    def _add(self, name: str, value: Tensor, own: bool) -> None:
         present = self.sums.get(name)
         if present is None:
-            self.sums[name] = value.clone()
+            self.sums[name] = value
+            self._borrowed |= set() if own else {name}
         elif present.shape != value.shape:
             raise InputError(f"sum {name!r} has shape {tuple(present.shape)}, and {tuple(value.shape)} was added to it")
+        elif name in self._borrowed:
+            self.sums[name] = present + value
+            self._borrowed.discard(name)
         else:
             present += value
 
@@ -206,6 +258,7 @@ class Sums:
         dist.all_reduce(flat, group=group)
         pieces = torch.split(flat, [*(math.prod(shape) for shape in shapes.values()), len(counts)])
         self.sums = {n: piece.reshape(s).to(own) for (n, s), piece in zip(shapes.items(), pieces, strict=False)}
+        self._borrowed.clear()
         self.counts = {name: int(value) for name, value in zip(counts, pieces[-1].tolist(), strict=True)}
 
 

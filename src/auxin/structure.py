@@ -9,7 +9,7 @@ one that reads `(height, width, channels)` flattened has `outer = height * width
 where it has a bias) seen as channels on the producer's output grid. `Reading.push` carries them to a consumer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, overload
 
@@ -106,6 +106,8 @@ class Site:
     uses: dict[str, int] = field(compare=False, repr=False)
     """Rows a sample on which each producer and consumer applies its weight (pixels, tokens), on the example."""
     model: nn.Module = field(compare=False, repr=False)
+    kinds: Mapping[str, type] = field(default_factory=dict, compare=False, repr=False)
+    """The class of every module of the model when the site was found, by name."""
 
     @property
     def consumers(self) -> tuple[str, ...]:

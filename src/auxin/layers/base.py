@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from auxin.errors import InputError
 from auxin.structure import Reading
 
-CHUNK = 2**24
-"""Entries of the largest temporary made of virtual channels (64 MiB in float32)."""
+CHUNK = 2**20
+"""Entries of the largest temporary made of virtual channels (4 MiB in float32: larger ones are fresh memory each time)."""
 
 
 class Rule(ABC):
@@ -43,12 +43,11 @@ class Rule(ABC):
         """O: under how many offsets one output reads a neuron."""
 
     @abstractmethod
-    def read_gram(self, module: nn.Module, reading: Reading, virtual: Tensor) -> Tensor:
-        """Sum over every reading (q, o) of b0 b0^T, (F0, F0) in float64: S of `eq:pseudo_S` before r / n."""
+    def read(self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums in float64 over every reading (q, o) of b0: of b0 b0^T, (F0, F0), and of b0 v_m^T, (F0, M * O).
 
-    @abstractmethod
-    def read_cross(self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor) -> Tensor:
-        """Sum over rows of b0(q, o) v_m(q), (F0, M * O) in float64: N of `eq:pseudo_N` before 1 / n."""
+        S of `eq:pseudo_S` before r / n, and N of `eq:pseudo_N` before 1 / n.
+        """
 
     @abstractmethod
     def response(self, module: nn.Module, delta: Tensor, inputs: Tensor) -> Tensor:
@@ -77,7 +76,7 @@ class Rule(ABC):
         """A change (M, F1) of a consumer's weight and bias, in the shapes of its tensors."""
         weight = weight_of(module)
         features = weight.shape[1:].numel()
-        new = {"weight": delta[:, :features].reshape(-1, *weight.shape[1:])}
+        new = {"weight": delta[:, :features].reshape(len(delta), *weight.shape[1:])}
         if has_bias(module):
             new["bias"] = delta[:, features]
         return new

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from auxin.layers.base import Rule, computing, has_bias, register, weight_of, with_constant
+from auxin.layers.base import Rule, computing, has_bias, register, weight_of
 from auxin.linalg import convolution_n, read_counts
 from auxin.statistics import gram_sum
 from auxin.structure import Reading
@@ -21,13 +21,11 @@ class ConvolutionRule(Rule):
 
     def virtual(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """(n, F0, *grid), its memory laid out channels last."""
-        patches = with_constant(patch_grid(cast(Conv, module), computing(inputs)), has_bias(module))
-        return patches.movedim(-1, 1)
+        return patch_grid(cast(Conv, module), computing(inputs), has_bias(module)).movedim(-1, 1)
 
     def rows(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """(pixels, F1): the unfolded patches."""
-        patches = patch_grid(cast(Conv, module), computing(inputs))
-        return with_constant(patches.flatten(0, -2), has_bias(module))
+        return patch_grid(cast(Conv, module), computing(inputs), has_bias(module)).flatten(0, -2)
 
     def output_rows(self, outputs: Tensor) -> Tensor:
         """(pixels, M)."""
@@ -42,23 +40,15 @@ class ConvolutionRule(Rule):
         """Every entry of the kernel is one."""
         return weight_of(module).shape[2:].numel()
 
-    def read_gram(self, module: nn.Module, reading: Reading, virtual: Tensor) -> Tensor:
-        """A pixel weighs by the number of (output, offset) pairs that read it."""
+    def read(self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """A pixel weighs by the number of pairs that read it; N is the weight gradient of a convolution."""
         conv = cast(Conv, module)
-        padded = pad_borders(conv, virtual)
-        counts = read_counts(padded.shape[2:], conv.kernel_size, conv.stride, (0,) * len(conv.stride), conv.dilation)
-        weights = counts.to(padded).flatten().repeat(len(padded))
-        rows = padded.movedim(1, -1).flatten(0, -2)
-        if bool((weights == 0).any()):
-            rows, weights = rows[weights > 0], weights[weights > 0]
-        return gram_sum(rows, weights)
-
-    def read_cross(self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor) -> Tensor:
-        """The weight gradient of a convolution whose input are the virtual channels."""
-        conv = cast(Conv, module)
-        padded = pad_borders(conv, virtual)
-        none = (0,) * len(conv.stride)
-        return convolution_n(padded, v.to(padded.dtype), conv.kernel_size, conv.stride, none, conv.dilation).double()
+        padded, padding = with_borders(conv, virtual)
+        geometry = conv.kernel_size, conv.stride, padding, conv.dilation
+        weights = read_counts(padded.shape[2:], *geometry).to(padded).flatten().repeat(len(padded))
+        rows, used = padded.movedim(1, -1).flatten(0, -2), weights > 0
+        gram = gram_sum(rows, weights) if bool(used.all()) else gram_sum(rows[used], weights[used])
+        return gram, convolution_n(padded, v, *geometry)
 
     def response(self, module: nn.Module, delta: Tensor, inputs: Tensor) -> Tensor:
         """(n, M, *grid)."""
@@ -75,8 +65,15 @@ def pad_borders(conv: Conv, inputs: Tensor) -> Tensor:
     return F.pad(inputs, borders, mode=mode)
 
 
-def patch_grid(conv: Conv, inputs: Tensor) -> Tensor:
-    """The patches that the layer reads: (n, *grid, channels * offsets)."""
+def with_borders(conv: Conv, inputs: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Inputs and the zeros still to be padded: borders are made here only where they are not equal zeros."""
+    if conv.padding_mode == "zeros" and isinstance(conv.padding, tuple):
+        return inputs, conv.padding
+    return pad_borders(conv, inputs), (0,) * len(conv.stride)
+
+
+def patch_grid(conv: Conv, inputs: Tensor, constant: bool = False) -> Tensor:
+    """The patches that the layer reads: (n, *grid, channels * offsets), and a constant 1 at the end where wanted."""
     padded = pad_borders(conv, inputs)
     n, channels, *sizes = padded.shape
     geometry = list(zip(sizes, conv.kernel_size, conv.stride, conv.dilation, strict=True))
@@ -89,7 +86,11 @@ def patch_grid(conv: Conv, inputs: Tensor) -> Tensor:
         *(step * dilation for step, dilation in zip(steps[2:], conv.dilation, strict=True)),
     ]
     view = padded.as_strided([n, *grid, channels, *conv.kernel_size], strides, padded.storage_offset())
-    return view.reshape(n, *grid, channels * torch.Size(conv.kernel_size).numel())
+    patches = padded.new_empty(n, *grid, channels * torch.Size(conv.kernel_size).numel() + constant)
+    if constant:
+        patches[..., -1] = 1.0
+    patches[..., : patches.shape[-1] - constant].unflatten(-1, (channels, *conv.kernel_size)).copy_(view)
+    return patches
 
 
 register(ConvolutionRule())

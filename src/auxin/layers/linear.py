@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from auxin.layers.base import Rule, computing, has_bias, register, with_constant
-from auxin.statistics import cross_sum, gram_sum
+from auxin.statistics import cross_sum, gram_and_cross, gram_sum
 from auxin.structure import Reading
 
 
@@ -34,28 +34,21 @@ class LinearRule(Rule):
         """Every flattened position is one."""
         return reading.outer * reading.inner
 
-    def read_gram(self, module: nn.Module, reading: Reading, virtual: Tensor) -> Tensor:
-        """Every position is read once."""
-        return gram_sum(self._positions(reading, virtual).flatten(0, 1))
-
-    def read_cross(self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor) -> Tensor:
-        """The same v for every position."""
-        positions, rows = self._positions(reading, virtual), self.output_rows(v)
-        if positions.shape[1] == 1:
-            return cross_sum(positions[:, 0], rows)
+    def read(self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Every position is read once, with the same v."""
+        rows, split = self.output_rows(v), virtual.flatten(0, -2).unflatten(-1, (reading.outer, -1, reading.inner))
+        positions = split.movedim(2, -1).flatten(1, 2)
         count, offsets, features = positions.shape
+        if offsets == 1:
+            return gram_and_cross(positions[:, 0], rows)
         cross = cross_sum(positions.reshape(count, offsets * features), rows)
-        return cross.reshape(offsets, features, -1).permute(1, 2, 0).flatten(1)
+        ordered = cross.reshape(offsets, features, -1).permute(1, 2, 0).flatten(1)
+        return gram_sum(positions.flatten(0, 1)), ordered
 
     def response(self, module: nn.Module, delta: Tensor, inputs: Tensor) -> Tensor:
         """(..., M)."""
         new = self.update(module, delta)
         return F.linear(computing(inputs), new["weight"], new.get("bias"))
-
-    def _positions(self, reading: Reading, virtual: Tensor) -> Tensor:
-        """(rows, O, F0) from (..., outer * F0 * inner)."""
-        split = virtual.flatten(0, -2).unflatten(-1, (reading.outer, -1, reading.inner))
-        return split.movedim(2, -1).flatten(1, 2)
 
 
 register(LinearRule())

@@ -23,6 +23,7 @@ from auxin.structure import Site
 Statistics = Literal["none", "raw", "projected"]
 Scaling = Literal["sqrt", "both", "fan_out", "fixed"]
 Choice = int | Literal["auto"]
+TINY_FAN_IN = 1e-6
 LARGEST = 4.0**9
 """The largest amplitude that a search looks at, L of `sec:AMplFactNormalization`."""
 
@@ -69,9 +70,10 @@ class SiteView:
     updates: dict[str, Tensor]
     """Prop. 3.1's best update of each consumer, (M, F1), from the estimate fold."""
     consumer_sums: dict[tuple[str, Fold], Sums]
-    site_sums: dict[tuple[str, Fold], Sums]
+    site_means: dict[tuple[str, Fold], dict[str, Tensor]]
     precision: float | None = None
     """Relative error of the moments' products, for thresholds; None for that of float64."""
+    _known: dict[tuple[str, Fold], Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def folds(self) -> Sequence[Fold]:
@@ -112,19 +114,21 @@ class SiteView:
 
     def s(self, fold: Fold = "estimate") -> Tensor:
         """S (F0, F0): r times the consumers' own; the common one where they agree, else their sum."""
-        sums = self.site_sums[self.site.name, fold]
-        parts = [
-            sums.mean(f"b0_b0:{name}") * convolution_rank(self.shape(name)[1], self.features)
-            for name in self.site.consumers
-        ]
-        if all(torch.allclose(part, parts[0], rtol=1e-6) for part in parts[1:]):
-            return parts[0]
-        return torch.stack(parts).sum(0)
+        if ("s", fold) not in self._known:
+            means = self.site_means[self.site.name, fold]
+            ranks = [convolution_rank(self.shape(name)[1], self.features) for name in self.site.consumers]
+            parts = [means[f"b0_b0:{name}"] for name in self.site.consumers]
+            parts = [part if rank == 1 else part * rank for part, rank in zip(parts, ranks, strict=True)]
+            common = all(torch.allclose(part, parts[0], rtol=1e-6) for part in parts[1:])
+            self._known["s", fold] = parts[0] if common else torch.stack(parts).sum(0)
+        return self._known["s", fold]
 
     def n(self, fold: Fold = "estimate") -> Tensor:
         """N (F0, G): the columns of all consumers side by side."""
-        sums = self.site_sums[self.site.name, fold]
-        return torch.cat([sums.mean(f"b0_v:{name}") for name in self.site.consumers], dim=1)
+        if ("n", fold) not in self._known:
+            means = self.site_means[self.site.name, fold]
+            self._known["n", fold] = torch.cat([means[f"b0_v:{name}"] for name in self.site.consumers], dim=1)
+        return self._known["n", fold]
 
     def split(self, omega: Tensor) -> dict[str, Tensor]:
         """A fan-out (K, G) by consumer, each (K, M, O)."""
@@ -232,6 +236,18 @@ def better_signs(view: SiteView, alpha: Tensor, omega: dict[str, Tensor]) -> tup
     tolerance = 1e-3 * torch.maximum(plus.abs(), minus.abs())
     signs = torch.where(minus > plus + tolerance, -1.0, 1.0).to(alpha)
     return signs, slopes, torch.where(signs < 0, minus, plus)
+
+
+def nearly_zero(toward: Tensor, slopes: Slopes) -> tuple[Tensor, tuple[str, ...]]:
+    """Fan-ins of 0, or of norm 1e-6 where a kink of the activation would leave them dead for ever; and a note.
+
+    The reference implementation of GradMax takes the derivative at 0 to be 1, to the same effect.
+    """
+    smooth = (torch.allclose(slopes.plus[k], -slopes.minus[k], rtol=1e-2, atol=1e-12) for k in slopes.plus)
+    if all(smooth):
+        return torch.zeros_like(toward), ()
+    length = toward.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return toward / length * TINY_FAN_IN, ("the activation has a kink at 0: fan-ins of norm 1e-6 in place of 0",)
 
 
 def directions_that_gain(view: SiteView, alpha: Tensor, omega: dict[str, Tensor]) -> Tensor:

@@ -8,10 +8,17 @@ import torch
 
 from auxin.errors import check_option
 from auxin.linalg import gradmax
-from auxin.methods.base import Choice, Method, Proposal, SiteView, Statistics, directions_that_gain, register
+from auxin.methods.base import (
+    Choice,
+    Method,
+    Proposal,
+    SiteView,
+    Statistics,
+    directions_that_gain,
+    nearly_zero,
+    register,
+)
 from auxin.methods.tiny import FIXED_NORM, to_norm
-
-TINY_FAN_IN = 1e-6
 
 
 @register
@@ -20,9 +27,8 @@ class GradMax(Method):
     """The fan-out that maximises the gradient of the new fan-in (`eq:GradMax`), on the raw v.
 
     norm: "linear" brings the root mean square norm of the fan-outs to 1e-3 (`fig:Pareto_WT`), "sqrt" to sqrt(1e-3)
-    (`fig:sqrt_GM`). An activation with a kink at 0 would leave a fan-in of exactly zero dead for ever, on both
-    sides: the fan-in is then 1e-6 times the direction of its first gradient step (the reference implementation takes
-    the derivative at 0 to be 1, to the same effect).
+    (`fig:sqrt_GM`). Where the activation has a kink at 0, the fan-in is 1e-6 times the direction of its first
+    gradient step (`nearly_zero`).
     """
 
     norm: Literal["linear", "sqrt"] = "linear"
@@ -60,10 +66,8 @@ class GradMax(Method):
         if len(omega):
             slopes = view.slopes(toward)
             offset = slopes.offset
-            if any(not torch.allclose(slopes.plus[k], -slopes.minus[k], rtol=1e-2, atol=1e-12) for k in slopes.plus):
-                length = toward.norm(dim=1, keepdim=True).clamp(min=1e-300)
-                alpha = toward / length * TINY_FAN_IN
-                notes = (*notes, "the activation has a kink at 0: fan-ins of norm 1e-6 in place of 0")
+            alpha, note = nearly_zero(toward, slopes)
+            notes = (*notes, *note)
         return Proposal(
             alpha, view.split(omega), singular_values=values, scaling="fixed", rate_neurons=0.0, offset=offset,
             notes=notes,

@@ -78,7 +78,8 @@ class Sprout(Method):
         alpha = usual_scale(view, self._signed(view, alpha))
         if count != "auto" and len(alpha) < count:
             notes = (f"{count - len(alpha)} of {count} fan-ins are random: S^-1/2 N has rank {len(alpha)}",)
-            alpha = torch.cat([alpha, view.random_fan_ins(count - len(alpha))])
+            random = view.random_fan_ins(count - len(alpha))
+            alpha = torch.cat([alpha, within_reach(view.s(), random) if view.constant else random])
         proposal = Proposal(
             alpha, {}, updates, singular_values=values, scaling="fan_out", rescale=self.rescale, largest=self.largest,
             notes=notes,

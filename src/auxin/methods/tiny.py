@@ -18,6 +18,7 @@ from auxin.methods.base import (
     better_signs,
     directions_that_gain,
     flat,
+    nearly_zero,
     register,
 )
 
@@ -59,8 +60,8 @@ class Tiny(Method):
 
     @property
     def searches(self) -> bool:
-        """Unless the norm is fixed."""
-        return self.normalisation != "fixed"
+        """Unless the norm is fixed, or nothing would move the output."""
+        return self.normalisation != "fixed" and (self.zero is None or self.best_update)
 
     @property
     def updates_weights(self) -> bool:
@@ -98,26 +99,28 @@ class Tiny(Method):
         signs, slopes, rates = better_signs(view, proposal.alpha, proposal.omega)
         alpha = proposal.alpha * signs[:, None]
         omega = {name: part * signs[:, None, None] for name, part in proposal.omega.items()}
+        notes = proposal.notes
         if self.zero == "fan_in":
-            alpha = torch.zeros_like(alpha)
+            alpha, note = nearly_zero(alpha, slopes)
+            notes = (*notes, *note)
         if self.zero == "fan_out":
             omega = {name: torch.zeros_like(part) for name, part in omega.items()}
         rate = 0.0 if self.zero else float(rates.sum())
         offset = slopes.offset
         return replace(
-            proposal, alpha=alpha, omega=omega, rate_neurons=rate, rate_update=update, offset=offset,
-            signed=rate + update <= 0,
+            proposal, alpha=alpha, omega=omega, rate_neurons=rate, rate_update=update, offset=offset, notes=notes,
+            signed=rate + update <= 0, scaling="sqrt" if self.searches else "fixed",
         )  # fmt: skip
 
     def _normalised(self, proposal: Proposal) -> Proposal:
         if self.normalisation is None or (proposal.count == 0 and not proposal.updates):
             return proposal
         target = FIXED_NORM**0.5 if self.normalisation == "fixed" else 1.0
-        alpha, factor_in = to_norm(proposal.alpha, target)
+        alpha, factor_in = (proposal.alpha, 1.0) if self.zero == "fan_in" else to_norm(proposal.alpha, target)
         _, factor_out = to_norm(flat(proposal.omega), target) if proposal.count else (None, 1.0)
         omega = {name: part * factor_out for name, part in proposal.omega.items()}
         rate = None if proposal.rate_neurons is None else proposal.rate_neurons * factor_in * factor_out
-        if self.normalisation == "fixed":
+        if not self.searches:
             return replace(proposal, alpha=alpha, omega=omega, rate_neurons=rate, scaling="fixed", signed=False)
         per_neuron = max(1, proposal.count)
         norm = (sum(float(u.square().sum()) for u in proposal.updates.values()) / per_neuron) ** 0.5

@@ -1,0 +1,103 @@
+"""What growth costs: statistics and solve over a plain forward and backward pass, in one process, one thread.
+
+    python benchmarks/speed.py [--repeats 7]
+
+Two cases: an MLP 784-64-64-10 on a batch of 1,024, and a pair of 3x3 convolutions 64-16-64 on 16x16 pixels and a
+batch of 128. Statistics: every pass that Prop. 3.1 and 3.2 need, the model's own forward and backward included.
+Solve: best updates and all new neurons of every site. The median of the repeats, in processor time, so that
+neighbours on the machine count less; peer: gromo 0.1.0 as published,
+measured on the same two cases (statistics 6.6-7.2 and 53-54, solve 25-29 and 1.6-1.8).
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import auxin
+from auxin.collect import Kept, Measurement, consumer_sums, one_fold, site_means
+from auxin.growth import prop1
+from auxin.isolation import isolated
+from auxin.linalg import new_neurons
+from auxin.methods import SiteView
+from auxin.objectives import Supervised
+
+
+class Pair(nn.Module):
+    """Two convolutions and the mean over pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(64, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 64, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 64) class scores."""
+        return self.second(torch.relu(self.first(x))).mean((2, 3))
+
+
+def cases() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
+    """Name: model, input, target."""
+    mlp = nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    return {
+        "MLP 784-64-64-10, batch 1024": (mlp, torch.randn(1024, 784), torch.randint(10, (1024,))),
+        "convolutions 64-16-64, 16x16, batch 128": (Pair(), torch.randn(128, 64, 16, 16), torch.randint(64, (128,))),
+    }
+
+
+def median(run: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a run, the first one not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        started = time.process_time()
+        run()
+        times.append(time.process_time() - started)
+    return statistics.median(times[1:])
+
+
+def plain(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """One forward and backward pass."""
+    model.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+
+
+def measured(model: nn.Module, x: Tensor, y: Tensor, sites: auxin.Sites) -> list[SiteView]:
+    """All statistics of all sites on one batch, and the best updates that they need."""
+    measurement = Measurement(model, Supervised(nn.functional.cross_entropy), sites, one_fold([Kept((x, y), len(x), 0)]))
+    with isolated(model):
+        consumers = consumer_sums(measurement, ["estimate"])
+        updates = {name: prop1(model, name, consumers[name, "estimate"], 0.0) for site in sites for name in site.consumers}
+        producers = site_means(measurement, updates, ["estimate"])
+    return [SiteView(site, measurement, torch.Generator(), updates, consumers, producers, 1e-7) for site in sites]
+
+
+def solved(views: list[SiteView]) -> None:
+    """All new neurons of every site."""
+    for view in views:
+        new_neurons(view.s(), view.n(), None, 0.0, view.constant, precision=view.precision)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, one thread")
+    print("| case | plain (ms) | statistics / plain | solve / plain | together | peer |")
+    print("|---|---|---|---|---|---|")
+    for (name, (model, x, y)), peer in zip(cases().items(), (33, 55), strict=True):
+        sites = auxin.find_sites(model, x[:4])
+        base = median(lambda: plain(model, x, y), repeats)  # noqa: B023
+        gathered = median(lambda: measured(model, x, y, sites), repeats)  # noqa: B023
+        together = median(lambda: solved(measured(model, x, y, sites)), repeats)  # noqa: B023
+        parts = f"{gathered / base:.1f} | {(together - gathered) / base:.1f} | {together / base:.1f}"
+        print(f"| {name} | {1e3 * base:.1f} | {parts} | {peer} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,449 @@
+"""Properties of every growth, over random models, data, types, optimizers and methods."""
+
+import copy
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import auxin
+from auxin.structure import Site, Slot
+from examples import examples
+from helpers_models import (
+    ACTIVATIONS,
+    METHODS,
+    OPTIMIZERS,
+    OUTPUTS,
+    Case,
+    Net,
+    cases,
+    make_step,
+    optimizers_of,
+    tensors_of,
+)
+from helpers_surgery import bits
+
+AMPLITUDES = st.sampled_from([0.0, None, 0.5])
+
+# How an entry of an optimizer's state follows a filter that is multiplied by s: times s to this power.
+DEGREES = {
+    "exp_avg": -1, "exp_inf": -1, "grad_avg": -1, "exp_avg_sq": -2, "max_exp_avg_sq": -2, "square_avg": -2, "sum": -2,
+    "variance": -2, "row_var": -2, "col_var": -2, "acc_delta": 2,
+}  # fmt: skip
+
+
+# --- what stays ------------------------------------------------------------------------------------------------
+
+
+@examples(200)
+@given(case=cases(amplitudes=(0.0,)))
+def test_amplitude_0_keeps_the_output_and_every_old_entry(case: Case) -> None:
+    before, old = copy.deepcopy(case.model), entries(case.model)
+    growth = case.grow()
+    event(f"added: {min(growth.added, 3)}")
+    sites = sites_of(case, growth)
+    for name, tensor in tensors_of(case.model):
+        kept = old_region(tensor.detach(), name, old[name].shape, sites, growth)
+        assert torch.equal(kept, old[name]), f"{name} changed"
+    for training in (False, True):
+        wanted, seen = (outputs(model, case.example, training, torch.float64) for model in (before, case.model))
+        assert relative(seen, wanted) < 1e-9
+        wanted, seen, exact = (
+            outputs(model, case.example, training, dtype)
+            for model, dtype in ((before, None), (case.model, None), (before, torch.float64))
+        )
+        assert relative(seen, wanted) < rounding(case) + 10 * relative(wanted, exact)
+
+
+@examples(200)
+@given(case=cases())
+def test_growth_keeps_objects_gradients_and_optimizer_state(case: Case) -> None:
+    random = bits(torch.get_rng_state())
+    objects = {name: id(tensor) for name, tensor in case.model.named_parameters()}
+    formats = {name: is_channels_last(tensor) for name, tensor in tensors_of(case.model)}
+    old, gradients, states = entries(case.model), gradients_of(case.model), states_of(case)
+    growth = case.grow()
+    assert bits(torch.get_rng_state()) == random
+    assert {name: id(tensor) for name, tensor in case.model.named_parameters()} == objects
+    assert all(is_channels_last(tensor) for name, tensor in tensors_of(case.model) if formats[name])
+    sites = sites_of(case, growth)
+    scales = scales_of(case, growth, old, sites)
+    for name, parameter in case.model.named_parameters():
+        region = (name, old[name].shape, sites, growth)
+        if name in gradients:
+            check_kept(parameter.grad, gradients[name], region, scales[name], -1)
+        else:
+            assert parameter.grad is None
+        for key, value in states[name].items():
+            if key == "step" and never_moved(states[name]):
+                continue  # it starts anew
+            degree = 0 if is_rms_momentum(case, parameter, key) else DEGREES.get(key, -1)
+            check_kept(state_of(case, parameter)[key], value, region, scales[name], degree)
+
+
+def check_kept(tensor: Tensor | None, old: Tensor, region: tuple, scale: Tensor | None, degree: int) -> None:
+    """The old entries of a tensor beside a parameter, up to the parameter's rescaling; the new ones are finite."""
+    assert tensor is not None
+    kept = old_region(tensor, *region)
+    assert bool(torch.isfinite(tensor).all())
+    if scale is None:
+        assert torch.equal(kept, old), f"{region[0]}: {kept} is not {old}"
+    elif tensor.dtype != torch.bfloat16:
+        factor = scale.reshape(-1, *[1] * (old.dim() - 1)) if old.dim() else 1.0
+        factored = old.dim() > 1 and len(old) == 1 != len(scale)  # a mean over the filters has no one factor
+        assert factored or torch.allclose(kept, (old * factor**degree).to(old), rtol=1e-4, atol=1e-30)
+
+
+# --- what goes on ----------------------------------------------------------------------------------------------
+
+
+@examples(200)
+@given(case=cases(), again=st.sampled_from(METHODS))
+def test_a_grown_model_trains_and_saves_like_one_that_was_built_so(case: Case, again: str) -> None:
+    """Its steps are those of a copy with a fresh optimizer of the same state; it grows again, and files hold it."""
+    growth = case.grow()
+    same_as_a_copy(case)
+    old_graph_is_refused(case, growth)
+    grown_before = {site: record.width_after for site, record in records(growth)}
+    second = case.grow(method=again, neurons=2, amplitude=None)
+    for site, record in records(second):
+        assert record.width_before == grown_before.get(site, record.width_before)
+        assert record.added == record.width_after - record.width_before
+    same_as_a_copy(case)
+    survives_a_file(case, [growth, second])
+
+
+def same_as_a_copy(case: Case) -> None:
+    """A few steps, beside those of a deep copy whose optimizers were built anew and loaded with the state."""
+    twin = copy.deepcopy(case.model)
+    names = {id(p): name for name, p in case.model.named_parameters()}
+    parameters = dict(twin.named_parameters())
+    fresh = []
+    for optimizer in case.optimizers:
+        groups = [
+            {**group, "params": [parameters[names[id(p)]] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        fresh.append(type(optimizer)(groups))
+        # Its load_state_dict would round NAdam's mu_product to the type of the parameter.
+        for p, state in optimizer.state.items():
+            fresh[-1].state[parameters[names[id(p)]]] = copy.deepcopy(state)
+    for index in range(2):
+        wanted = make_step(case, twin, fresh, index)
+        loss = make_step(case, case.model, case.optimizers, index)
+        assert bits(loss) == bits(wanted)
+    for name, tensor in tensors_of(case.model):
+        assert bits(tensor) == bits(dict(tensors_of(twin))[name]), name
+    for optimizer in case.optimizers:
+        learning = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in learning)
+        for parameter in learning:
+            shapes = [v.shape for v in optimizer.state[parameter].values() if torch.is_tensor(v) and v.dim()]
+            assert all(s == n or s == 1 for shape in shapes for s, n in zip(shape, parameter.shape, strict=True))
+
+
+def old_graph_is_refused(case: Case, growth: auxin.Growth) -> None:
+    """The loss from before the growth can still be read; its backward pass is an error that leaves no gradient."""
+    assert bool(torch.isfinite(case.stale))
+    if growth.added == 0:
+        return
+    for optimizer in case.optimizers:
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"built before the model grew|modified by an inplace operation"):
+        case.stale.backward()
+    assert all(p.grad is None or p.grad.shape == p.shape for p in case.model.parameters())
+
+
+def survives_a_file(case: Case, growths: list[auxin.Growth]) -> None:
+    """Saved and loaded on the seed model, bit by bit."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        auxin.save(path, case.model, growths)
+        loaded = auxin.load(path, copy.deepcopy(case.seed))
+    found = dict(tensors_of(loaded))
+    for name, tensor in tensors_of(case.model):
+        assert bits(found[name]) == bits(tensor), name
+        assert is_channels_last(found[name]) == is_channels_last(tensor), name
+    again = auxin.History([auxin.Growth.from_dict(growth.to_dict()) for growth in growths])
+    assert auxin.History.from_json(again.to_json()) == auxin.History(growths)
+    assert bits(outputs(loaded, case.example, False)) == bits(outputs(case.model, case.example, False))
+
+
+# --- every new entry trains ------------------------------------------------------------------------------------
+
+
+@examples(200)
+@given(case=cases())
+def test_every_new_entry_gets_a_gradient(case: Case) -> None:
+    """Within a few steps, in exact arithmetic: what has one where its neuron has a random way out."""
+    growth = case.grow()
+    assume(growth.added > 0)
+    sites = sites_of(case, growth)
+    copied = exact_copy(case.model)
+    reached = gradient_sizes(case, copied, steps=4)
+    for name, record in records(growth):
+        if record.added == 0:
+            continue
+        site = sites[name]
+        read = torch.stack([by_neuron(reached[slot.name], slot) for slot in site.slots if slot.role == "fan_out"])
+        learns = read.sum((0, 2)) > 0  # behind dead units no way out does
+        sizes = gradient_sizes(case, with_random(copied, site, sites, growth, "fan_out"), steps=1)
+        least = 1e-9 * max(float(size.max()) for size in sizes.values())  # a bias before a norm has rounding alone
+        for slot in site.slots:
+            if slot.name in sizes and slot.role != "fan_out":
+                live, found = by_neuron(sizes[slot.name], slot), by_neuron(reached[slot.name], slot)
+                missed = (live > least) & (found == 0) & learns[:, None]
+                assert not bool(missed[record.width_before :].any()), f"{slot.name}: {missed.nonzero().tolist()}"
+        check_alive(case, copied, site, sites, growth)
+
+
+def by_neuron(tensor: Tensor, slot: Slot) -> Tensor:
+    """The entries of each neuron along a slot, (width, entries)."""
+    axis = slot.axis
+    split = tensor.unflatten(axis, (slot.outer, -1, slot.inner))
+    return split.movedim(axis + 1, 0).flatten(1)
+
+
+def check_alive(
+    case: Case, model: nn.Module, site: Site, sites: dict[str, Site], growth: auxin.Growth
+) -> None:
+    """A new neuron without a gradient has its opposite on the live side of a kink, or random ones are as dead."""
+    centred = model.get_submodule(site.name).bias is not None and case.request["method"] == "sprout"
+    if case.far and not centred:
+        return  # a fan-in that nobody centres saturates, at whatever scale was asked for
+    record = growth[site.name]
+    linked = with_random(model, site, sites, growth, "fan_out")
+    name = next(slot.name for slot in site.slots if slot.role == "fan_in")
+    dead = ~alive(case, linked, name, record)
+    if not bool(dead.any()):
+        return
+    opposite = copy.deepcopy(linked)
+    for slot in (s for s in site.slots if s.role == "fan_in" or s.tensor in ("bias", "running_mean")):
+        tensors = dict(tensors_of(opposite))
+        tensors[slot.name].data[record.width_before :] *= -1
+    randoms = [with_random(linked, site, sites, growth, "fan_in", seed) for seed in range(8)]
+    living = torch.stack([alive(case, other, name, record) for other in randoms])
+    hopeless = ~living.any(0)
+    fine = alive(case, opposite, name, record) | hopeless
+    fan_in = linked.get_parameter(name).detach()[record.width_before :].flatten(1)
+    fine &= hopeless | fan_in.any(1)
+    assert bool(fine[dead].all()), f"{site.name}: dead on arrival: {(dead & ~fine).nonzero().tolist()}"
+
+
+def alive(case: Case, model: nn.Module, name: str, record: auxin.Record) -> Tensor:
+    """Which of the new rows of a producer's weight have a gradient."""
+    return gradient_sizes(case, model, 1)[name][record.width_before :].flatten(1).amax(1) > 0
+
+
+def exact_copy(model: nn.Module) -> nn.Module:
+    """A copy in float64 and without dropout, in which a gradient is 0 only where it has to be."""
+    model = copy.deepcopy(model).double()
+    silence_dropout(model)
+    model.zero_grad()
+    return model
+
+
+def gradient_sizes(case: Case, model: nn.Module, steps: int) -> dict[str, Tensor]:
+    """The largest absolute gradient of every entry over some steps of a copy."""
+    model = copy.deepcopy(model)
+    found = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)  # no kink is crossed
+    for index in range(steps):
+        optimizer.zero_grad()
+        x, y = case.batches[index % len(case.batches)]
+        case.loss(model(x.double()), y.double() if y.is_floating_point() else y).backward()
+        optimizer.step()
+        found.update({n: found[n].maximum(p.grad.abs()) for n, p in model.named_parameters() if p.grad is not None})
+    return found
+
+
+def with_random(
+    model: nn.Module, site: Site, sites: dict[str, Site], growth: auxin.Growth, role: str, seed: int = 0
+) -> nn.Module:
+    """A copy in which the new neurons' entries of a role are random, but for what new neurons read of new ones."""
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    for slot in (slot for slot in site.slots if slot.role == role):
+        parameter = model.get_parameter(slot.name)
+        mask = kept_mask(parameter, slot, growth[site.name])
+        for other in (o for s in sites.values() if s.name != site.name for o in s.slots if o.name == slot.name):
+            mask = mask | ~kept_mask(parameter, other, growth[next(n for n, s in sites.items() if other in s.slots)])
+        draw = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.data = torch.where(mask, parameter.data, draw)
+    return model
+
+
+# --- regions of tensors ----------------------------------------------------------------------------------------
+
+
+def records(growth: auxin.Growth) -> list[tuple[str, auxin.Record]]:
+    return [(record.site, record) for record in growth]
+
+
+def sites_of(case: Case, growth: auxin.Growth) -> dict[str, Site]:
+    """The sites of the growth's records."""
+    found = auxin.find_sites(case.model, case.example)
+    lost = [refusal for refusal in found.refused if refusal.name in dict(records(growth))]
+    assert not lost, f"refused after growth: {lost}"
+    return {record.site: found[record.site] for record in growth}
+
+
+def old_indices(outer: int, inner: int, record: auxin.Record) -> Tensor:
+    """Where the old neurons stand on an axis, written out entry by entry."""
+    width = record.width_after
+    return torch.tensor(
+        [(a * width + j) * inner + b for a in range(outer) for j in range(record.width_before) for b in range(inner)],
+        dtype=torch.int64,
+    )
+
+
+def old_region(tensor: Tensor, name: str, shape: torch.Size, sites: dict[str, Site], growth: auxin.Growth) -> Tensor:
+    """The entries that were there before the growth; `shape` is the parameter's shape then."""
+    for site, record in records(growth):
+        for slot in sites[site].slots:
+            if slot.name == name and tensor.dim() == len(shape) and tensor.shape[slot.axis] != 1:
+                tensor = tensor.index_select(slot.axis, old_indices(slot.outer, slot.inner, record))
+    return tensor
+
+
+def kept_mask(tensor: Tensor, slot: Slot, record: auxin.Record) -> Tensor:
+    """Whether each entry belongs to an old neuron along a slot."""
+    mask = torch.zeros(tensor.shape[slot.axis], dtype=torch.bool)
+    mask[old_indices(slot.outer, slot.inner, record)] = True
+    return mask.reshape([-1 if i == slot.axis else 1 for i in range(tensor.dim())]).expand(tensor.shape)
+
+
+# --- readings --------------------------------------------------------------------------------------------------
+
+
+def entries(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors_of(model)}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def state_of(case: Case, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What the optimizers keep for a parameter, tensors alone."""
+    states = [optimizer.state.get(parameter, {}) for optimizer in case.optimizers]
+    return {key: value for state in states for key, value in state.items() if torch.is_tensor(value)}
+
+
+def states_of(case: Case) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {key: value.clone() for key, value in state_of(case, parameter).items()}
+        for name, parameter in case.model.named_parameters()
+    }
+
+
+def is_rms_momentum(case: Case, parameter: nn.Parameter, key: str) -> bool:
+    """RMSprop's momentum is of gradients over their own size; counters have no scale either."""
+    return key in ("step", "mu_product") or (
+        key == "momentum_buffer" and isinstance(case.optimizers[0], torch.optim.RMSprop)
+    )
+
+
+def scales_of(
+    case: Case, growth: auxin.Growth, old: dict[str, Tensor], sites: dict[str, Site]
+) -> dict[str, Tensor | None]:
+    """By what a filter was multiplied, read off its old entries, where a batch norm behind it makes up for that."""
+    scales: dict[str, Tensor | None] = dict.fromkeys(name for name, _ in case.model.named_parameters())
+    for site in sites.values():
+        for reading in site.readings:
+            name = f"{reading.consumer}.weight"
+            if reading.norm is None or case.request["method"] != "sprout":
+                continue
+            weight = case.model.get_parameter(name).detach()
+            kept = old_region(weight, name, old[name].shape, sites, growth)
+            ratio = (kept / old[name]).flatten(1).nanmedian(1).values
+            scales[name] = torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio))
+            scales[f"{reading.consumer}.bias"] = scales[name]
+    return scales
+
+
+def never_moved(state: dict[str, Tensor]) -> bool:
+    """Whether no step ever changed what an optimizer keeps."""
+    return not any(bool(value.any()) for key, value in state.items() if key not in ("step", "mu_product"))
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    wanted = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    usual = torch.empty(tensor.shape, device="meta").stride()
+    return wanted is not None and tensor.is_contiguous(memory_format=wanted) and tensor.stride() != usual
+
+
+def silence_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+
+
+def outputs(model: nn.Module, x: Tensor, training: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy's output without dropout, whose masks depend on the width."""
+    model = copy.deepcopy(model).train(training)
+    silence_dropout(model)
+    if dtype is not None:
+        model, x = model.to(dtype), x.to(dtype)
+    if training and len(x) == 1:
+        model.apply(lambda m: m.eval() if isinstance(m, nn.modules.batchnorm._BatchNorm) else m)
+    with torch.no_grad():
+        return model(x)
+
+
+def relative(tensor: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest entry."""
+    return float((tensor.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30))
+
+
+def rounding(case: Case) -> float:
+    return {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}[case.example.dtype]
+
+
+# --- the rest --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def empty_cases(draw: st.DrawFn) -> Case:
+    """A perceptron with a hidden width of 0, after two steps."""
+    torch.manual_seed(draw(st.integers(0, 10**6)))
+    kind, dtype = draw(st.sampled_from(ACTIVATIONS)), draw(st.sampled_from([torch.float32, torch.float64]))
+    deep = draw(st.booleans())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch initialises an empty weight
+        body = [nn.Linear(4, 0, bias=draw(st.booleans())), kind()]
+        body += [nn.Linear(0, 3), nn.ReLU()] if deep else []
+        model = Net(body, [nn.Linear(3 if deep else 0, OUTPUTS)]).to(dtype)
+    x, y = torch.randn(12, 4, dtype=dtype), torch.randn(12, OUTPUTS, dtype=dtype)
+    names = sorted(OPTIMIZERS.keys() - {"adafactor"})  # it divides by the number of entries
+    optimizers = optimizers_of(draw(st.sampled_from(names)), model, draw(st.booleans()))
+    number = draw(st.sampled_from([1, 2, "auto"]))
+    request = {"method": draw(st.sampled_from(METHODS)), "neurons": number, "amplitude": draw(AMPLITUDES)}
+    case = Case(model, [(x, y)], F.mse_loss, optimizers, request, copy.deepcopy(model), torch.zeros(()))
+    for index in range(2):
+        make_step(case, model, optimizers, index)
+    case.stale = F.mse_loss(model(x), y)
+    return case
+
+
+@examples(60)
+@given(case=empty_cases())
+def test_a_linear_layer_grows_from_width_0(case: Case) -> None:
+    before = outputs(case.model, case.example, False)
+    growth = case.grow()
+    record = growth["body.0"]
+    assert record.width_before == 0
+    assert case.model.get_submodule("body.0").out_features == record.added
+    if case.request["amplitude"] == 0.0:
+        assert relative(outputs(case.model, case.example, False), before) < rounding(case)
+    if case.request["method"] in ("sprout", "random") and case.request["neurons"] != "auto":
+        assert record.added == case.request["neurons"]
+    same_as_a_copy(case)
+    old_graph_is_refused(case, growth)
+    survives_a_file(case, [growth])
