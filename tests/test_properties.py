@@ -447,3 +447,124 @@ def test_a_linear_layer_grows_from_width_0(case: Case) -> None:
     same_as_a_copy(case)
     old_graph_is_refused(case, growth)
     survives_a_file(case, [growth])
+
+
+# --- what the properties found ---------------------------------------------------------------------------------
+
+
+def trained_case(model: nn.Module, x: Tensor, **request: object) -> Case:
+    """A case of one's own, after one step of Adam."""
+    torch.manual_seed(0)
+    y = torch.randn(model(x).shape, dtype=x.dtype)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3)]
+    case = Case(model, [(x, y)], F.mse_loss, optimizers, request, copy.deepcopy(model), torch.zeros(()))
+    make_step(case, model, optimizers)
+    return case
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("neurons", [1, "auto"])
+@pytest.mark.parametrize("amplitude", [0.0, None])
+def test_groups_of_a_group_norm_stay_whole(method: str, neurons: int | str, amplitude: float | None) -> None:
+    torch.manual_seed(0)
+    body = [nn.Conv1d(2, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(), nn.Flatten()]
+    case = trained_case(Net(body, [nn.Linear(24, 3)]), torch.randn(8, 2, 6))
+    record = case.grow(method=method, neurons=neurons, amplitude=amplitude)["body.0"]
+    norm = case.model.get_submodule("body.1")
+    assert record.added % 3 == 0
+    assert (norm.num_channels, norm.num_groups) == (6 + record.added, 2 + record.added // 3)
+
+
+def test_a_group_that_is_not_filled_is_left_out_with_a_note() -> None:
+    """One output gives one direction, and groups of two take none of it."""
+    torch.manual_seed(0)
+    case = trained_case(
+        nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(8, 3)
+    )
+    with pytest.warns(UserWarning, match="rank 1"):
+        record = case.grow(method="tiny", neurons=1)["0"]
+    assert record.added == 0
+    assert any("groups of 2" in note for note in record.notes)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_fixed_amplitude_needs_no_pass_before_the_method(method: str) -> None:
+    """A method that measures nothing makes its first pass where gradients were switched off."""
+    torch.manual_seed(0)
+    case = trained_case(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(8, 3))
+    assert case.grow(method=method, neurons=1, amplitude=0.3)["0"].amplitude == 0.3
+
+
+def behind_a_norm(running: float) -> Case:
+    torch.manual_seed(0)
+    body = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.BatchNorm1d(2)]
+    case = trained_case(Net(body, [nn.Linear(2, 2)]).double().eval(), torch.randn(8, 3).double())
+    case.model.get_buffer("body.3.running_var").fill_(running)
+    return case
+
+
+@pytest.mark.parametrize("variance", [0.0, 1e-12])
+def test_a_running_variance_of_0_takes_no_rescaling(variance: float) -> None:
+    """s^2 (variance + eps) - eps is below 0 for a smaller s: the filter then keeps its growth."""
+    case = behind_a_norm(variance)
+    case.grow(method="sprout", neurons=2, amplitude=1.0)
+    assert torch.equal(case.model.get_buffer("body.3.running_var"), torch.full((2,), variance, dtype=torch.float64))
+
+
+def test_zero_fan_out_moves_no_weight_behind_a_norm() -> None:
+    """Two ways to sum a norm differ in their last bit, which must not become a rescaling."""
+    case = behind_a_norm(1.0)
+    old = entries(case.model)
+    case.grow(method="sprout", neurons=2, amplitude=0.0)
+    assert torch.equal(case.model.get_parameter("body.2.weight")[:, :4], old["body.2.weight"])
+
+
+def test_random_fan_ins_of_sprout_stay_in_reach_of_inputs_far_from_0() -> None:
+    torch.manual_seed(0)
+    case = trained_case(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(16, 3) + 100)
+    assert case.grow(method="sprout", neurons=6, amplitude=0.0)["0"].added == 6
+    hidden = case.model[1](case.model[0](case.example))[:, 4:]
+    assert bool((hidden.std(0) > 1e-2).all())
+
+
+def test_a_layer_that_reads_a_width_of_0_grows() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model = nn.Sequential(nn.Linear(3, 0), nn.Tanh(), nn.Linear(0, 2), nn.Tanh(), nn.Linear(2, 2))
+    case = trained_case(model, torch.randn(8, 3))
+    growth = case.grow(method="sprout", neurons=2, amplitude=None)
+    assert [record.width_after for record in growth] == [2, 4]
+
+
+# --- what torch does with a grown model ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def grown() -> Case:
+    torch.manual_seed(0)
+    body = [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.PReLU(3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 4)]
+    case = trained_case(Net([*body, nn.ReLU()], [nn.Linear(4, 2)]), torch.randn(6, 2, 6, 6))
+    assert case.grow(method="sprout", neurons=2).added == 4
+    case.model.eval()
+    return case
+
+
+def test_nothing_of_ours_stays_on_a_grown_model(grown: Case) -> None:
+    built = Net([*grown.seed.body], [*grown.seed.heads])
+    for module, plain in zip(grown.model.modules(), built.modules(), strict=True):
+        assert vars(module).keys() == vars(plain).keys()
+        hooks = [name for name, value in vars(module).items() if name.endswith("hooks") and value]
+        assert not hooks
+    assert all(type(p) is nn.Parameter and not p._backward_hooks for p in grown.model.parameters())
+
+
+def test_a_grown_model_is_copied_pickled_and_exported(grown: Case, tmp_path: Path) -> None:
+    wanted = outputs(grown.model, grown.example, False)
+    torch.save(grown.model, tmp_path / "model.pt")
+    torch.save(grown.model.state_dict(), tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    again = copy.deepcopy(grown.model)
+    again.load_state_dict(torch.load(tmp_path / "state.pt"))
+    exported = torch.export.export(grown.model, (grown.example,)).module()
+    for model in (loaded, again, exported):
+        assert torch.equal(model(grown.example), wanted)

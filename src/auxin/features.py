@@ -5,7 +5,7 @@ made the identity on new channels lets them through unchanged (`norms_passing`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,10 +92,8 @@ def reader_inputs(measurement: Measurement, site: Site, alpha: Tensor) -> Iterat
         found: dict[str, Tensor] = {}
         with _captured(copy, site, len(alpha), len(spare), found), torch.no_grad():
             reseed(kept.seed)
-            try:
+            with suppress(_Stop):
                 measurement.task.run(copy, kept.batch)
-            except _Stop:
-                pass
         yield {name: found[name] for name in names}
 
 
@@ -208,7 +206,8 @@ def one_sided_slopes(
     """Directional derivatives of the features, by Richardson's extrapolation of two small steps on each side.
 
     For positively homogeneous activations (ReLU, max pooling) any step is exact. The error is of second order in
-    the step: 1e-8 for float64 models, 1e-4 for float32, relative to the curvature. On the estimate fold; v less the moves `updates` of the old weights.
+    the step: 1e-8 for float64 models, 1e-4 for float32, relative to the curvature. On the estimate
+    fold; v less the moves `updates` of the old weights.
     """
     step = probe_step(measurement, site, alpha)
     scales = torch.tensor([1.0, 0.5, -1.0, -0.5], device=alpha.device, dtype=alpha.dtype)

@@ -17,6 +17,7 @@ from auxin.features import blank_change
 from auxin.growth import Request, as_list, measure, planned_growth, psi, resolve_sites, samples_wanted, trainable
 from auxin.history import Growth, History
 from auxin.isolation import isolated
+from auxin.layers.base import has_bias, weight_of
 from auxin.methods import Method, Tiny, resolve
 from auxin.objectives import as_task
 from auxin.optimizers import check as check_optimizers
@@ -222,7 +223,8 @@ class Grower:
         """What to ask of `grow` now; nothing where the sites are wide enough."""
         if self.policy.neurons != "slack":
             asked = asked_numbers(sites, self.policy.neurons)
-            return self.policy.neurons if "auto" in asked.values() else self._within(measurement, sites, asked)
+            fixed = {name: number for name, number in asked.items() if not isinstance(number, str)}
+            return self._within(measurement, sites, fixed) if len(fixed) == len(asked) else self.policy.neurons
         young = {site.name for site in sites if site.width < self.policy.smallest}
         narrow = set(young)
         if not young or not self.policy.tied:
@@ -285,7 +287,7 @@ class Grower:
         for site in sites:
             count = -(-numbers.get(site.name, 0) // site.group) * site.group
             producer = wider.get_submodule(site.producers[0])
-            features = producer.get_parameter("weight").shape[1:].numel() + (getattr(producer, "bias", None) is not None)
+            features = weight_of(producer).shape[1:].numel() + has_bias(producer)
             if count:
                 apply(wider, [blank_change(replace(site, model=wider), torch.zeros(count, features))])
         if self.policy.parameters is not None and parameters(wider) > self.policy.parameters:

@@ -149,7 +149,7 @@ def prepare(
     sites = Sites(tuple(site for site in sites if site.name in numbers), sites.refused)
     check_zero(request, numbers)
     sites = trainable(model, sites, request.sites is not None or isinstance(request.neurons, dict))
-    numbers = {name: number for name, number in numbers.items() if name in sites}
+    numbers = {site.name: numbers[site.name] for site in sites}
     check_optimizers(model, list(sites), optimizers)
     halved = request.chooses and request.held_out is None
     stream.more(kept, request.samples or samples_wanted(model, sites) * (2 if halved else 1))

@@ -42,7 +42,8 @@ def same_buffers(model: nn.Module) -> Iterator[None]:
 def isolated(model: nn.Module) -> Iterator[None]:
     """Both, with gradients enabled whatever the caller's mode, and compiled parts run as they were written."""
     with ExitStack() as stack:
-        for context in (torch.inference_mode(False), torch.enable_grad(), same_random_state(model), same_buffers(model)):
+        modes = torch.inference_mode(False), torch.enable_grad()
+        for context in (*modes, same_random_state(model), same_buffers(model)):
             stack.enter_context(context)
         if "torch._dynamo" in sys.modules:  # compiled code does not call hooks
             stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -242,7 +242,7 @@ def first_tensor(value: Any) -> Tensor:
     for tensor in tensors_in(value):
         if tensor.dim() > 0:
             return tensor
-    raise InputError(f"found no tensor in a {type(value).__name__}; pass auxin.Objective(fn, size=...) for such batches")
+    raise InputError(f"found no tensor in a {type(value).__name__}; pass auxin.Objective(fn, size=...) for that")
 
 
 def one_hot(answer: Tensor, target: Tensor) -> Tensor:
@@ -265,13 +265,13 @@ def best_constant(loss: Loss, answers: Tensor, targets: Tensor) -> Tensor:
     def closure() -> Tensor:
         optimizer.zero_grad()
         value = loss(constant.expand(answers.shape), targets)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return value
 
     advice = "no best constant prediction was found; pass auxin.Objective(fn, score=..., baseline=...)"
     try:
         with torch.enable_grad():
-            optimizer.step(closure)  # type: ignore[arg-type]
+            optimizer.step(closure)
     except (ArithmeticError, RuntimeError) as error:  # a line search that ran into NaN or infinity
         raise AuxinError(advice) from error
     if not bool(torch.isfinite(constant).all()):

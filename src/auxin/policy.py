@@ -56,7 +56,8 @@ class Policy:
     until: float = 0.5
 
     def __post_init__(self) -> None:
-        wholes = ("every", "patience", "confirm", "smallest", "largest", "parameters", "multiply_adds", "samples", "total")
+        sizes = ("largest", "parameters", "multiply_adds")
+        wholes = ("every", "patience", "confirm", "smallest", "samples", "total", *sizes)
         for name in wholes:
             if getattr(self, name) is not None or name in ("every", "confirm", "smallest"):
                 check_number(f"Policy: {name}", getattr(self, name), 1, whole=True)

@@ -49,10 +49,10 @@ def chosen_sites(found: Sites, wanted: "Sites | Sequence[str] | None") -> Sites:
 
 def site_names(wanted: object) -> list[str]:
     """The names in a list of names and sites."""
-    items = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+    items: list[Any] = list(wanted) if isinstance(wanted, Iterable) else []
     names = [item.name if isinstance(item, Site) else item for item in items]
-    if not isinstance(wanted, Iterable) or not names or not all(isinstance(name, str) for name in names):
-        raise InputError(f"sites is {wanted!r}; accepted: what find_sites gave, a list of names, or None for every site")
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InputError(f"sites is {wanted!r}; accepted: what find_sites gave, a list of names, or None for all")
     return names
 
 

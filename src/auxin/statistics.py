@@ -218,7 +218,10 @@ class Sums:
     def give_means(self) -> dict[str, Tensor]:
         """All means, made in place of the sums and given away: nothing is left here."""
         samples = self.counts["samples"]
-        given = {name: value / samples if name in self._borrowed else value.div_(samples) for name, value in self.sums.items()}
+        given = {
+            name: value / samples if name in self._borrowed else value.div_(samples)
+            for name, value in self.sums.items()
+        }
         self.sums, self.counts = {}, {}
         self._borrowed.clear()
         return given

@@ -72,7 +72,8 @@ class Layers:
     def refusal(self, module: nn.Module) -> str | None:
         """Why a layer can neither produce nor read a width that grows; None if it can."""
         kind = type(module)
-        family = next((f for f in (nn.Linear, *_CONVOLUTIONS) if isinstance(module, f)), None)
+        families: tuple[type[nn.Module], ...] = (nn.Linear, *_CONVOLUTIONS)
+        family = next((f for f in families if isinstance(module, f)), None)
         if family is None:
             return f"a {kind.__name__} is not supported"
         if "weight" not in module._parameters or hasattr(module, "parametrizations"):

@@ -14,7 +14,7 @@ from auxin.errors import InputError
 from auxin.structure import Reading
 
 CHUNK = 2**20
-"""Entries of the largest temporary made of virtual channels (4 MiB in float32: larger ones are fresh memory each time)."""
+"""Entries of the largest temporary made of virtual channels: larger ones are fresh memory each time, and slow."""
 
 
 class Rule(ABC):
@@ -61,7 +61,7 @@ class Rule(ABC):
         """New rows of a producer's tensors, (1, k, 1, ...), from fan-ins (k, F0)."""
         weight = weight_of(module)
         features = weight[0].numel() if weight.shape[0] else weight.shape[1:].numel()
-        new = {"weight": alpha[:, :features].reshape(1, -1, 1, *weight.shape[1:])}
+        new = {"weight": alpha[:, :features].reshape(1, len(alpha), 1, *weight.shape[1:])}
         if has_bias(module):
             new["bias"] = alpha[:, features:].reshape(1, -1, 1)
         return new

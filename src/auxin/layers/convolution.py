@@ -58,7 +58,7 @@ class ConvolutionRule(Rule):
 
 def pad_borders(conv: Conv, inputs: Tensor) -> Tensor:
     """`inputs` with the borders that the layer would add, whatever its padding mode."""
-    borders = cast(list[int], conv._reversed_padding_repeated_twice)
+    borders = conv._reversed_padding_repeated_twice
     if not any(borders):
         return inputs
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode

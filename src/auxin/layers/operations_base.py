@@ -215,7 +215,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         if torch.is_tensor(item):
             yield item
         elif isinstance(item, (tuple, list, Mapping)):
-            rest.extend(reversed(item.values() if isinstance(item, Mapping) else item))
+            rest.extend(reversed(list(item.values() if isinstance(item, Mapping) else item)))
         elif hasattr(item, "__dict__") and not callable(item) and id(item) not in seen:
             seen.add(id(item))
             rest.extend(reversed(vars(item).values()))

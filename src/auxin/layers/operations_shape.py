@@ -34,7 +34,9 @@ def regrouped(
     atoms: list[Atom], shape: torch.Size, used: int, call: Call
 ) -> tuple[tuple[Axis, ...], tuple[tuple[int, int, int, int], ...]]:
     """Atoms parted among axes of the sizes `shape`; atoms of size 1 that are left over stay with the last axis."""
-    rest, axes, splits = list(reversed(atoms)), [], []
+    rest = list(reversed(atoms))
+    axes: list[list[Atom]] = []
+    splits: list[tuple[int, int, int, int]] = []
     for size in shape:
         taken: list[Atom] = []
         left = size

@@ -36,8 +36,8 @@ class Proposal:
     amplitude g enters: "sqrt" (sqrt|g| alpha, +-sqrt|g| omega, g update), "both" (g alpha, g omega; the update has a
     search of its own), "fan_out" (alpha, g omega, g update), "fixed" (as they are, nothing is searched).
     `intercepts`: a shift of a consumer's output, (M,), for consumers without a bias that a batch norm follows.
-    `signed`: whether negative amplitudes are worth a try; `largest`: the largest one that is. `rescale`: consumers behind a batch norm keep the norms of
-    their filters.
+    `signed`: whether negative amplitudes are worth a try; `largest`: the largest one that is. `rescale`: consumers
+    behind a batch norm keep the norms of their filters.
     """
 
     alpha: Tensor

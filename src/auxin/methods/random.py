@@ -43,7 +43,7 @@ class Random(Method):
         return Proposal(alpha, split, scaling="both", signed=True, rate_neurons=rate, offset=slopes.offset)
 
     def _draw(self, view: SiteView, count: int, size: int) -> Tensor:
-        options = {"generator": view.generator, "dtype": torch.float64}
+        empty = torch.empty(count, size, dtype=torch.float64)
         if self.distribution == "normal":
-            return torch.randn(count, size, **options).to(view.device)  # type: ignore[call-overload, no-any-return]
-        return (2 * torch.rand(count, size, **options) - 1).to(view.device)  # type: ignore[call-overload, no-any-return]
+            return empty.normal_(generator=view.generator).to(view.device)
+        return empty.uniform_(-1.0, 1.0, generator=view.generator).to(view.device)
