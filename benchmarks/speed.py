@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 import auxin
-from auxin.collect import Kept, Measurement, consumer_sums, one_fold, site_means
+from auxin.collect import Kept, Measurement, one_fold
 from auxin.growth import prop1
 from auxin.isolation import isolated
 from auxin.linalg import new_neurons
 from auxin.methods import SiteView
+from auxin.moments import consumer_sums, site_means
 from auxin.objectives import Supervised
 
 
@@ -66,10 +67,14 @@ def plain(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 def measured(model: nn.Module, x: Tensor, y: Tensor, sites: auxin.Sites) -> list[SiteView]:
     """All statistics of all sites on one batch, and the best updates that they need."""
-    measurement = Measurement(model, Supervised(nn.functional.cross_entropy), sites, one_fold([Kept((x, y), len(x), 0)]))
+    measurement = Measurement(
+        model, Supervised(nn.functional.cross_entropy), sites, one_fold([Kept((x, y), len(x), 0)])
+    )
     with isolated(model):
         consumers = consumer_sums(measurement, ["estimate"])
-        updates = {name: prop1(model, name, consumers[name, "estimate"], 0.0) for site in sites for name in site.consumers}
+        updates = {
+            name: prop1(model, name, consumers[name, "estimate"], 0.0) for site in sites for name in site.consumers
+        }
         producers = site_means(measurement, updates, ["estimate"])
     return [SiteView(site, measurement, torch.Generator(), updates, consumers, producers, 1e-7) for site in sites]
 

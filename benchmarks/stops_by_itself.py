@@ -57,7 +57,14 @@ def batches(data: Split, held: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from ((x[part], y[part]) for part in order.split(BATCH))
 
 
-def run(data: Split, width: int, seed: int, grows: bool) -> dict[str, Any]:
+def run(
+    data: Split,
+    width: int,
+    seed: int,
+    grows: bool,
+    settings: dict[str, Any] | None = None,
+    method: str | auxin.Method = "sprout",
+) -> dict[str, Any]:
     """One training run; accuracy, widths, multiply-adds, and the share of time spent in growth."""
     torch.manual_seed(seed)
     x, y, x_test, y_test = data
@@ -65,8 +72,8 @@ def run(data: Split, width: int, seed: int, grows: bool) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=STEPS + 1)
     loss = nn.functional.cross_entropy
-    policy = auxin.Policy(total=OPPORTUNITIES, largest=CAP)
-    grower = auxin.Grower(model, loss, optimizer=optimizer, policy=policy)
+    policy = auxin.Policy(total=OPPORTUNITIES, largest=CAP, **(settings or {}))
+    grower = auxin.Grower(model, loss, optimizer=optimizer, policy=policy, method=method)
     held = int(HELD * len(x)) if grows else 0
     stream = batches(data, held)
     cost, growing, started = 0, 0.0, time.perf_counter()

@@ -5,6 +5,7 @@ through, and, once everything is planned, at every single call and every call of
 """
 
 import copy
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ def step(setting: Setting) -> Any:
 
 
 CASES = [
-    ("mlp", found_anew, 1), ("mlp", sprout, 1), ("mlp", tiny, 2), ("mlp", step, 2), ("cnn", quick, 2), ("cnn", step, 6),
+    ("mlp", found_anew, 1), ("mlp", sprout, 2), ("mlp", tiny, 3), ("mlp", step, 3), ("cnn", quick, 3), ("cnn", step, 6),
 ]  # fmt: skip
 """Model, what is run, and of how many stages one is tried."""
 
@@ -81,11 +82,13 @@ def profiled(see: Callable[[str, CodeType, FrameType], None]) -> Iterator[None]:
         if event in ("call", "c_call", "return") and frame.f_code.co_filename.startswith(PACKAGE):
             see(event, frame.f_code, frame)
 
+    gc.disable()  # it would close generators of earlier runs, and a fault while that happens is lost
     sys.setprofile(profile)
     try:
         yield
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def stages(run: Callable[[], Any]) -> list[CodeType]:

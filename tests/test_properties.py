@@ -104,14 +104,16 @@ def check_kept(tensor: Tensor | None, old: Tensor, region: tuple, scale: Tensor 
 
 
 @examples(200)
-@given(case=cases(), again=st.sampled_from(METHODS))
-def test_a_grown_model_trains_and_saves_like_one_that_was_built_so(case: Case, again: str) -> None:
+@given(case=cases(), again=st.sampled_from(METHODS), amplitude=st.sampled_from([None, 0.0, 0.1]))
+def test_a_grown_model_trains_and_saves_like_one_that_was_built_so(
+    case: Case, again: str, amplitude: float | None
+) -> None:
     """Its steps are those of a copy with a fresh optimizer of the same state; it grows again, and files hold it."""
     growth = case.grow()
     same_as_a_copy(case)
     old_graph_is_refused(case, growth)
     grown_before = {site: record.width_after for site, record in records(growth)}
-    second = case.grow(method=again, neurons=2, amplitude=None)
+    second = case.grow(method=again, neurons=2, amplitude=amplitude)
     for site, record in records(second):
         assert record.width_before == grown_before.get(site, record.width_before)
         assert record.added == record.width_after - record.width_before
@@ -127,8 +129,7 @@ def same_as_a_copy(case: Case) -> None:
     fresh = []
     for optimizer in case.optimizers:
         groups = [
-            {**group, "params": [parameters[names[id(p)]] for p in group["params"]]}
-            for group in optimizer.param_groups
+            {**group, "params": [parameters[names[id(p)]] for p in group["params"]]} for group in optimizer.param_groups
         ]
         fresh.append(type(optimizer)(groups))
         # Its load_state_dict would round NAdam's mu_product to the type of the parameter.
@@ -210,9 +211,7 @@ def by_neuron(tensor: Tensor, slot: Slot) -> Tensor:
     return split.movedim(axis + 1, 0).flatten(1)
 
 
-def check_alive(
-    case: Case, model: nn.Module, site: Site, sites: dict[str, Site], growth: auxin.Growth
-) -> None:
+def check_alive(case: Case, model: nn.Module, site: Site, sites: dict[str, Site], growth: auxin.Growth) -> None:
     """A new neuron without a gradient has its opposite on the live side of a kink, or random ones are as dead."""
     centred = model.get_submodule(site.name).bias is not None and case.request["method"] == "sprout"
     if case.far and not centred:
@@ -507,7 +506,7 @@ def behind_a_norm(running: float) -> Case:
 def test_a_running_variance_of_0_takes_no_rescaling(variance: float) -> None:
     """s^2 (variance + eps) - eps is below 0 for a smaller s: the filter then keeps its growth."""
     case = behind_a_norm(variance)
-    case.grow(method="sprout", neurons=2, amplitude=1.0)
+    case.grow(method="sprout", neurons={"body.0": 2}, amplitude=1.0)
     assert torch.equal(case.model.get_buffer("body.3.running_var"), torch.full((2,), variance, dtype=torch.float64))
 
 
@@ -515,7 +514,7 @@ def test_zero_fan_out_moves_no_weight_behind_a_norm() -> None:
     """Two ways to sum a norm differ in their last bit, which must not become a rescaling."""
     case = behind_a_norm(1.0)
     old = entries(case.model)
-    case.grow(method="sprout", neurons=2, amplitude=0.0)
+    case.grow(method="sprout", neurons={"body.0": 2}, amplitude=0.0)
     assert torch.equal(case.model.get_parameter("body.2.weight")[:, :4], old["body.2.weight"])
 
 

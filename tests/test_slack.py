@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 import auxin
 import reference
-from auxin.collect import Measurement, Stream, consumer_sums, one_fold, with_held_out
+from auxin.collect import Measurement, Stream, one_fold, with_held_out
 from auxin.isolation import isolated
+from auxin.moments import consumer_sums
 from auxin.objectives import as_task
 from auxin.slack import Slack, best_neurons, measure_slack, restricted_copy, widths_doubled
 from helpers_growth import Batch, batches, double, mlp, trained

@@ -13,7 +13,15 @@ from torch import distributed as dist
 import reference
 from auxin.errors import InputError
 import auxin.statistics
-from auxin.statistics import Sums, clamped_samples, cross_sum, estimation_samples, full_precision, gram_and_cross, gram_sum
+from auxin.statistics import (
+    Sums,
+    clamped_samples,
+    cross_sum,
+    estimation_samples,
+    full_precision,
+    gram_and_cross,
+    gram_sum,
+)
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

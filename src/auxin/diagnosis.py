@@ -9,13 +9,14 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from torch import Tensor, nn
 
-from auxin.collect import Measurement, Stream, one_fold, output_variance
+from auxin.collect import Measurement, Stream, one_fold
 from auxin.errors import check_number, unknown
 from auxin.growth import few_rows, measure, psi, resolve_sites
 from auxin.isolation import isolated
 from auxin.layers import rule_for
 from auxin.linalg import new_neurons
 from auxin.methods import SiteView, Tiny
+from auxin.moments import output_variance
 from auxin.objectives import as_task
 from auxin.structure import Sites
 from auxin.surgery import plain
@@ -195,4 +196,3 @@ def make_row(view: SiteView, damping: float) -> Row:
         biases if len(names) > 1 else biases.get(names[0]),
         sum(variances) / len(variances), site.parameters_per_neuron, site.multiply_adds_per_neuron,
     )  # fmt: skip
-

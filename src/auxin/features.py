@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from auxin.collect import Fold, Measurement, Part, block, desired
+from auxin.collect import Fold, Measurement, Part
 from auxin.isolation import reseed
 from auxin.layers import rule_for
 from auxin.layers.base import CHUNK, Rule
+from auxin.moments import block, desired
 from auxin.statistics import Sums, cross_sum, gram_sum
 from auxin.structure import Change, Reading, Site, Slot, slot_tensor
-from auxin.surgery import apply, scratch
+from auxin.surgery import changed
 
 
 class _Stop(BaseException):
@@ -84,9 +85,8 @@ def reader_inputs(measurement: Measurement, site: Site, alpha: Tensor) -> Iterat
 
     Neurons of fan-in 0 behind them make the last group whole.
     """
-    copy = scratch(measurement.model)
     spare = alpha.new_zeros(-len(alpha) % site.group, alpha.shape[1])
-    apply(copy, [blank_change(site, torch.cat([alpha, spare]))])
+    copy = changed(measurement.model, [blank_change(site, torch.cat([alpha, spare]))])
     names = list(site.consumers)
     for kept in measurement.kept:
         found: dict[str, Tensor] = {}
@@ -98,9 +98,7 @@ def reader_inputs(measurement: Measurement, site: Site, alpha: Tensor) -> Iterat
 
 
 @contextmanager
-def _captured(
-    copy: nn.Module, site: Site, count: int, spare: int, found: dict[str, Tensor]
-) -> Iterator[None]:
+def _captured(copy: nn.Module, site: Site, count: int, spare: int, found: dict[str, Tensor]) -> Iterator[None]:
     """Keep what `count` new neurons bring to the readers; `spare` ones stand behind them."""
     handles = []
 
@@ -262,5 +260,3 @@ def _common(rows: Tensor, known: Tensor | None) -> Tensor | None:
     if known is None or not torch.allclose(rows, known.expand_as(rows), atol=1e-12):
         return None
     return known
-
-

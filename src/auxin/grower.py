@@ -10,22 +10,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from auxin.collect import Measurement, Stream, consumer_sums, iterated, split_folds, with_held_out
-from auxin.costs import multiply_adds, parameters
+from auxin.collect import Measurement, Stream, iterated, split_folds, with_held_out
 from auxin.errors import CheckpointError, InputError, ModelChangedError
-from auxin.features import blank_change
 from auxin.growth import Request, as_list, measure, planned_growth, psi, resolve_sites, samples_wanted, trainable
 from auxin.history import Growth, History
 from auxin.isolation import isolated
-from auxin.layers.base import has_bias, weight_of
+from auxin.limits import within_limits
 from auxin.methods import Method, Tiny, resolve
+from auxin.moments import consumer_sums
 from auxin.objectives import as_task
 from auxin.optimizers import check as check_optimizers
 from auxin.policy import Policy, checked_metric
 from auxin.select import asked_numbers, site_names
 from auxin.slack import Slack, measure_slack, widths_doubled
 from auxin.structure import Change, Site, Sites
-from auxin.surgery import apply, plain, scratch
+from auxin.surgery import apply, plain
 
 
 @dataclass
@@ -191,16 +190,14 @@ class Grower:
         request = Request(self.method, numbers, sites, None, None, others, insists=young)
         planned = planned_growth(target, drawn, self.task, request, self.optimizers)
         chosen = {record.site: record.added for record in planned[0]}
-        cut = self._within(measurement, sites, chosen)
+        cut = within_limits(self.policy, measurement, sites, chosen)
         if cut == chosen:
             return planned
         if not any(cut.values()):
             return Growth(()), []
         return planned_growth(target, drawn, self.task, replace(request, neurons=cut), self.optimizers)
 
-    def _look(
-        self, target: nn.Module, batches: Iterable[Any], others: list[Any] | None
-    ) -> tuple[Measurement, Sites]:
+    def _look(self, target: nn.Module, batches: Iterable[Any], others: list[Any] | None) -> tuple[Measurement, Sites]:
         stream = Stream(batches, self.task, target, int(torch.randint(2**31, ())))
         kept = [stream.first()]
         self._sites = self._found(target, self.task.inputs(kept[0].batch))
@@ -224,13 +221,15 @@ class Grower:
         if self.policy.neurons != "slack":
             asked = asked_numbers(sites, self.policy.neurons)
             fixed = {name: number for name, number in asked.items() if not isinstance(number, str)}
-            return self._within(measurement, sites, fixed) if len(fixed) == len(asked) else self.policy.neurons
+            if len(fixed) < len(asked):
+                return self.policy.neurons
+            return within_limits(self.policy, measurement, sites, fixed)
         young = {site.name for site in sites if site.width < self.policy.smallest}
         narrow = set(young)
         if not young or not self.policy.tied:
             narrow |= self._too_narrow(measurement, [s for s in sites if s.name not in young], others)
         numbers = widths_doubled(list(sites), narrow, self.policy.tied, self.policy.largest)
-        return self._within(measurement, sites, numbers)
+        return within_limits(self.policy, measurement, sites, numbers)
 
     def _too_narrow(self, measurement: Measurement, sites: list[Site], others: list[Any] | None) -> set[str]:
         if not sites:
@@ -261,36 +260,3 @@ class Grower:
         if not before:
             self._state.shares = shares
         return any(share >= before[name] + rise for name, share in shares.items() if name in before)
-
-    def _within(self, measurement: Measurement, sites: Sites, numbers: Mapping[str, int]) -> dict[str, int]:
-        """Numbers cut down so that sites and model stay within the policy's sizes."""
-        each = dict(numbers)
-        if self.policy.largest is not None:
-            room = {site.name: max(0, self.policy.largest - site.width) // site.group * site.group for site in sites}
-            each = {name: min(number, room[name]) for name, number in numbers.items()}
-        share = 1.0 if self._fits(measurement, sites, each) else self._share_that_fits(measurement, sites, each)
-        cut = {name: int(number * share) for name, number in each.items()}
-        return {name: number for name, number in cut.items() if number or not numbers[name]}
-
-    def _share_that_fits(self, measurement: Measurement, sites: Sites, each: Mapping[str, int]) -> float:
-        low, high = 0.0, 1.0
-        for _ in range(12):
-            middle = (low + high) / 2
-            fits = self._fits(measurement, sites, {name: int(n * middle) for name, n in each.items()})
-            low, high = (middle, high) if fits else (low, middle)
-        return low
-
-    def _fits(self, measurement: Measurement, sites: Sites, numbers: Mapping[str, int]) -> bool:
-        if self.policy.parameters is None and self.policy.multiply_adds is None:
-            return True
-        wider = scratch(measurement.model)
-        for site in sites:
-            count = -(-numbers.get(site.name, 0) // site.group) * site.group
-            producer = wider.get_submodule(site.producers[0])
-            features = weight_of(producer).shape[1:].numel() + has_bias(producer)
-            if count:
-                apply(wider, [blank_change(replace(site, model=wider), torch.zeros(count, features))])
-        if self.policy.parameters is not None and parameters(wider) > self.policy.parameters:
-            return False
-        example = self.task.inputs(measurement.kept[0].batch)
-        return self.policy.multiply_adds is None or multiply_adds(wider, example) <= self.policy.multiply_adds

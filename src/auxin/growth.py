@@ -10,17 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from auxin.collect import (
-    Fold,
-    Measurement,
-    Stream,
-    consumer_sums,
-    one_fold,
-    output_variance,
-    site_means,
-    split_folds,
-    with_held_out,
-)
+from auxin.collect import Fold, Measurement, Stream, one_fold, split_folds, with_held_out
 from auxin.errors import InputError, check_number
 from auxin.history import Growth, Record
 from auxin.isolation import isolated
@@ -28,6 +18,7 @@ from auxin.layers.base import has_bias, weight_of
 from auxin.linalg import best_update, bottleneck, new_neurons
 from auxin.methods import Method, SiteView, resolve
 from auxin.methods.base import Proposal
+from auxin.moments import consumer_sums, output_variance, site_means
 from auxin.objectives import Task, as_task
 from auxin.optimizers import check as check_optimizers
 from auxin.scale import Entry, enter
@@ -35,7 +26,7 @@ from auxin.select import Budget, Candidates, asked_numbers, chosen_sites, spend
 from auxin.sites import find_sites, verify
 from auxin.statistics import Sums, clamped_samples, estimation_samples
 from auxin.structure import Change, Site, Sites
-from auxin.surgery import apply, plain, scratch
+from auxin.surgery import apply, changed, plain
 
 ROWS_PER_FEATURE = 10.0
 
@@ -328,16 +319,14 @@ def parameters_after(model: nn.Module, changes: Sequence[Change]) -> int:
     """The number of parameters of the model with some changes."""
     if not changes:
         return sum(p.numel() for p in model.parameters())
-    copy = scratch(model)
-    apply(copy, changes)
+    copy = changed(model, changes)
     return sum(p.numel() for p in copy.parameters())
 
 
 def outer_losses(stage: Stage, changes: Sequence[Change]) -> tuple[float, float]:
     """The loss before and after all changes, on the samples that nothing was estimated on, where there are such."""
     measurement, fold = stage.measurement, stage.folds[-1]
-    copy = scratch(measurement.model)
-    apply(copy, changes)
+    copy = changed(measurement.model, changes)
     return measurement.loss(measurement.model, fold), measurement.loss(copy, fold)
 
 

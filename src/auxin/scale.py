@@ -20,7 +20,7 @@ from auxin.linalg import batch_norm_insertion
 from auxin.methods.base import LARGEST, Proposal, SiteView
 from auxin.statistics import Sums
 from auxin.structure import Change, Reading, Slot, slot_tensor
-from auxin.surgery import apply, scratch
+from auxin.surgery import changed
 
 SMALLEST = 4.0**-10
 SEARCH_SAMPLES = 1000
@@ -58,8 +58,7 @@ class Trial:
     def loss(self, change: Change | None, passing: bool = True) -> float:
         """Held-out loss of a copy with the changes so far and this one; infinite where it is not finite."""
         measurement = self.view.measurement
-        copy = scratch(measurement.model)
-        apply(copy, [*self.before, change] if change is not None else self.before)
+        copy = changed(measurement.model, [*self.before, change] if change is not None else self.before)
         count = change.count if change is not None and passing else 0
         with norms_passing(copy, self.view.site, count):
             value = measurement.loss(copy, self.fold, SEARCH_SAMPLES)
@@ -119,10 +118,10 @@ def search(loss: Callable[[float], float], base: float, signed: bool, largest: f
 
 
 def _ladder(loss: Callable[[float], float], base: float, sign: float, largest: float) -> tuple[float, float]:
-    known = {1.0: loss(sign)}
-    step = 1.0
+    step = min(1.0, largest)
+    known = {step: loss(sign * step)}
     if known[step] < base:
-        while step < largest and known[step] < base and known[step] <= min(known.values()):
+        while 4 * step <= largest and known[step] < base and known[step] <= min(known.values()):
             step *= 4
             known[step] = loss(sign * step)
     else:
@@ -267,8 +266,7 @@ def channel_sums(
     measurement: Measurement, before: Sequence[Change], change: Change, names: list[str]
 ) -> dict[str, Sums]:
     """Sums over all kept batches of what enters each batch norm on its new channels."""
-    copy = scratch(measurement.model)
-    apply(copy, [*before, change])
+    copy = changed(measurement.model, [*before, change])
     seen = {name: Sums() for name in names}
     with norms_passing(copy, change.site, change.count, seen), torch.no_grad():
         for kept in measurement.kept:

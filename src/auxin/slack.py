@@ -108,5 +108,3 @@ def widths_doubled(sites: Sequence[Site], narrow: set[str], tied: bool, largest:
         if wanted > 0 and narrow and (tied or site.name in narrow):
             numbers[site.name] = -(-wanted // site.group) * site.group
     return numbers
-
-

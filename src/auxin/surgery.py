@@ -97,6 +97,14 @@ def apply(
         commit(planned(model, changes, optim.as_optimizers(optimizers)))
 
 
+def changed(model: nn.Module, changes: Sequence[Change]) -> nn.Module:
+    """A throw-away copy with `changes` carried out; what is compiled stays compiled."""
+    copied = scratch(model)
+    with torch.inference_mode(False), torch.no_grad():
+        commit(planned(copied, changes), lasting=False)
+    return copied
+
+
 def replay(model: nn.Module, changes: Sequence[Change], values: Mapping[str, Tensor]) -> None:
     """Carry out `changes`, and put `values`, by name and in their memory format, in the place of what they say."""
     model = plain(model)
@@ -126,13 +134,13 @@ def planned(
     return Plan(model, touched, gradients, list(counts.values()), optim.moves(optimizers, touched))
 
 
-def commit(plan: Plan) -> None:
+def commit(plan: Plan, lasting: bool = True) -> None:
     """Assign everything in a plan; an exception in between, whichever it is, takes all of it back."""
     with ExitStack() as undo:
-        _assign(plan, undo)
+        _assign(plan, undo, lasting)
 
 
-def _assign(plan: Plan, undo: ExitStack) -> None:
+def _assign(plan: Plan, undo: ExitStack, lasting: bool) -> None:
     """Each assignment puts its undoing on the stack first; once all are made, the stack is emptied."""
     alarm = _Alarm()
     undo.callback(alarm.silence)
@@ -142,7 +150,8 @@ def _assign(plan: Plan, undo: ExitStack) -> None:
         _set_count(module, attribute, value, undo)
     for move in plan.moves:
         _set_state(move, undo)
-    _forget_compiled()
+    if lasting:
+        _forget_compiled()
     _outdate([draft.tensor for draft in plan.drafts], alarm)
     undo.pop_all()
 

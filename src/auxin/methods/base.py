@@ -238,16 +238,17 @@ def better_signs(view: SiteView, alpha: Tensor, omega: dict[str, Tensor]) -> tup
     return signs, slopes, torch.where(signs < 0, minus, plus)
 
 
-def nearly_zero(toward: Tensor, slopes: Slopes) -> tuple[Tensor, tuple[str, ...]]:
-    """Fan-ins of 0, or of norm 1e-6 where a kink of the activation would leave them dead for ever; and a note.
+def nearly_zero(toward: Tensor, slopes: Slopes, normalised: bool) -> tuple[Tensor, tuple[str, ...]]:
+    """Fan-ins of 0, or of norm 1e-6 where a kink at 0 would leave them dead for ever; and a note.
 
-    The reference implementation of GradMax takes the derivative at 0 to be 1, to the same effect.
+    The reference implementation of GradMax takes the derivative at 0 to be 1, to the same effect. Behind an instance
+    norm, which takes the mean away, a mean over positions has no slope at 0 either.
     """
     smooth = (torch.allclose(slopes.plus[k], -slopes.minus[k], rtol=1e-2, atol=1e-12) for k in slopes.plus)
-    if all(smooth):
+    if all(smooth) and not normalised:
         return torch.zeros_like(toward), ()
     length = toward.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    return toward / length * TINY_FAN_IN, ("the activation has a kink at 0: fan-ins of norm 1e-6 in place of 0",)
+    return toward / length * TINY_FAN_IN, ("a kink or a norm at 0: fan-ins of norm 1e-6 in place of 0",)
 
 
 def directions_that_gain(view: SiteView, alpha: Tensor, omega: dict[str, Tensor]) -> Tensor:

@@ -66,7 +66,7 @@ class GradMax(Method):
         if len(omega):
             slopes = view.slopes(toward)
             offset = slopes.offset
-            alpha, note = nearly_zero(toward, slopes)
+            alpha, note = nearly_zero(toward, slopes, view.site.normalised)
             notes = (*notes, *note)
         return Proposal(
             alpha, view.split(omega), singular_values=values, scaling="fixed", rate_neurons=0.0, offset=offset,

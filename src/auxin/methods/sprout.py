@@ -81,7 +81,13 @@ class Sprout(Method):
             random = view.random_fan_ins(count - len(alpha))
             alpha = torch.cat([alpha, within_reach(view.s(), random) if view.constant else random])
         proposal = Proposal(
-            alpha, {}, updates, singular_values=values, scaling="fan_out", rescale=self.rescale, largest=self.largest,
+            alpha,
+            {},
+            updates,
+            singular_values=values,
+            scaling="fan_out",
+            rescale=self.rescale,
+            largest=self.largest,
             notes=notes,
         )
         return refitted(view, proposal)

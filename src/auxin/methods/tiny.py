@@ -101,7 +101,7 @@ class Tiny(Method):
         omega = {name: part * signs[:, None, None] for name, part in proposal.omega.items()}
         notes = proposal.notes
         if self.zero == "fan_in":
-            alpha, note = nearly_zero(alpha, slopes)
+            alpha, note = nearly_zero(alpha, slopes, view.site.normalised)
             notes = (*notes, *note)
         if self.zero == "fan_out":
             omega = {name: torch.zeros_like(part) for name, part in omega.items()}
