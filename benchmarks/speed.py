@@ -1,18 +1,18 @@
 """What growth costs: statistics and solve over a plain forward and backward pass, in one process, one thread.
 
-    python benchmarks/speed.py [--repeats 7]
+    python benchmarks/speed.py [--repeats 11]
 
 Two cases: an MLP 784-64-64-10 on a batch of 1,024, and a pair of 3x3 convolutions 64-16-64 on 16x16 pixels and a
 batch of 128. Statistics: every pass that Prop. 3.1 and 3.2 need, the model's own forward and backward included.
-Solve: best updates and all new neurons of every site. The median of the repeats, in processor time, so that
-neighbours on the machine count less; peer: gromo 0.1.0 as published,
-measured on the same two cases (statistics 6.6-7.2 and 53-54, solve 25-29 and 1.6-1.8).
+Solve: all new neurons of every site. Processor time, and the median of the repeats; the runs that are compared take
+turns, each after a run of its own that is not counted, so that neighbours on the machine and cold caches favour none.
+Peer: gromo 0.1.0 as published, measured on the same two cases (statistics 6.6-7.2 and 53-54, solve 25-29 and 1.6-1.8).
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,14 +49,16 @@ def cases() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
     }
 
 
-def median(run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a run, the first one not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        started = time.process_time()
-        run()
-        times.append(time.process_time() - started)
-    return statistics.median(times[1:])
+def medians(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Median seconds of each run: they take turns, and of two in a row the second counts."""
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(repeats):
+        for run, taken in zip(runs, times, strict=True):
+            run()
+            started = time.process_time()
+            run()
+            taken.append(time.process_time() - started)
+    return [statistics.median(taken) for taken in times]
 
 
 def plain(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -88,7 +90,7 @@ def solved(views: list[SiteView]) -> None:
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=11)
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -97,9 +99,12 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for (name, (model, x, y)), peer in zip(cases().items(), (33, 55), strict=True):
         sites = auxin.find_sites(model, x[:4])
-        base = median(lambda: plain(model, x, y), repeats)  # noqa: B023
-        gathered = median(lambda: measured(model, x, y, sites), repeats)  # noqa: B023
-        together = median(lambda: solved(measured(model, x, y, sites)), repeats)  # noqa: B023
+        runs = (
+            lambda: plain(model, x, y),  # noqa: B023
+            lambda: measured(model, x, y, sites),  # noqa: B023
+            lambda: solved(measured(model, x, y, sites)),  # noqa: B023
+        )
+        base, gathered, together = medians(runs, repeats)
         parts = f"{gathered / base:.1f} | {(together - gathered) / base:.1f} | {together / base:.1f}"
         print(f"| {name} | {1e3 * base:.1f} | {parts} | {peer} |", flush=True)
 

@@ -189,19 +189,34 @@ def test_every_new_entry_gets_a_gradient(case: Case) -> None:
     copied = exact_copy(case.model)
     reached = gradient_sizes(case, copied, steps=4)
     for name, record in records(growth):
-        if record.added == 0:
+        if record.added:
+            check_entries(case, copied, sites[name], sites, growth, reached)
+            check_alive(case, copied, sites[name], sites, growth)
+
+
+def check_entries(
+    case: Case,
+    model: nn.Module,
+    site: Site,
+    sites: dict[str, Site],
+    growth: auxin.Growth,
+    reached: dict[str, Tensor],
+) -> None:
+    """Entries of new neurons with a gradient once the way out is random are reached, behind live consumers."""
+    record = growth[site.name]
+    ways_out = [slot for slot in site.slots if slot.role == "fan_out"]
+    outward = torch.cat([by_neuron(reached[slot.name], slot) for slot in ways_out], dim=1).amax(1) > 0
+    live_reader = any(bool(reached[slot.name].any()) for slot in ways_out)
+    sizes = gradient_sizes(case, with_random(model, site, sites, growth, "fan_out"), steps=1)
+    least = 1e-9 * max(float(size.max()) for size in sizes.values())  # a bias before a norm has rounding alone
+    for slot in site.slots:
+        if slot.name not in sizes or slot.role == "fan_out":
             continue
-        site = sites[name]
-        read = torch.stack([by_neuron(reached[slot.name], slot) for slot in site.slots if slot.role == "fan_out"])
-        learns = read.sum((0, 2)) > 0  # behind dead units no way out does
-        sizes = gradient_sizes(case, with_random(copied, site, sites, growth, "fan_out"), steps=1)
-        least = 1e-9 * max(float(size.max()) for size in sizes.values())  # a bias before a norm has rounding alone
-        for slot in site.slots:
-            if slot.name in sizes and slot.role != "fan_out":
-                live, found = by_neuron(sizes[slot.name], slot), by_neuron(reached[slot.name], slot)
-                missed = (live > least) & (found == 0) & learns[:, None]
-                assert not bool(missed[record.width_before :].any()), f"{slot.name}: {missed.nonzero().tolist()}"
-        check_alive(case, copied, site, sites, growth)
+        wanted, found = by_neuron(sizes[slot.name], slot) > least, by_neuron(reached[slot.name], slot) > 0
+        missed = (wanted & ~found & outward[:, None])[record.width_before :]
+        assert not bool(missed.any()), f"{slot.name}: no gradient at {missed.nonzero().tolist()}"
+        stuck = (wanted.any(1) & ~found.any(1) & ~outward)[record.width_before :]
+        assert not (live_reader and bool(stuck.any())), f"{slot.name}: zero on both sides {stuck.nonzero().tolist()}"
 
 
 def by_neuron(tensor: Tensor, slot: Slot) -> Tensor:

@@ -305,7 +305,7 @@ def convolution_n(
     own type about each channel's mean, whose share is added in float64: the mean times N of a channel of ones.
     """
 
-    def correlate(channels: Tensor) -> Tensor:
+    def correlate(channels: Tensor, v: Tensor) -> Tensor:
         shape = channels.new_empty(1).expand(v.shape[1], channels.shape[1], *kernel)
         geometry = (list(stride), list(padding), list(dilation), False, [0] * len(kernel), 1)
         backward = torch.ops.aten.convolution_backward
@@ -314,6 +314,9 @@ def convolution_n(
         return gradient.flatten(2).transpose(0, 1).flatten(1).double()
 
     mean = virtual.mean(dim=(0, *range(2, virtual.dim())))
-    about_mean = correlate(virtual - mean.view(-1, *[1] * len(kernel)))
-    level = correlate(torch.ones_like(virtual[:, :1], dtype=torch.float64))
+    about_mean = correlate(virtual - mean.view(-1, *[1] * len(kernel)), v)
+    # a channel of ones is the same in every sample, so that v can be summed over them first
+    level = correlate(
+        torch.ones_like(virtual[:1, :1], dtype=torch.float64), v.sum(dim=0, keepdim=True, dtype=torch.float64)
+    )
     return about_mean.addr_(mean.double(), level[0])

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import linear
 
 from auxin.errors import InputError
 
@@ -93,9 +94,9 @@ def gram_and_cross(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 
 def _add_gram(total: Tensor, chunk: "_Chunk", constant: bool) -> None:
     """Add a chunk's part of a Gram matrix, its strips right of the diagonal alone."""
-    features = chunk.centred.shape[1]
+    features = len(chunk.centred)
     for start, stop in _strips(features):
-        total[start:stop, start:features] += chunk.centred[:, start:stop].T @ chunk.weighted[:, start:]
+        total[start:stop, start:features] += _product(chunk.centred[start:stop], chunk.weighted[start:])
     centre, shift = chunk.level(constant)
     half = shift + centre * (chunk.weight / 2)
     total.addmm_(torch.stack([centre, half], dim=1), torch.stack([half, centre]))
@@ -103,10 +104,21 @@ def _add_gram(total: Tensor, chunk: "_Chunk", constant: bool) -> None:
 
 def _add_cross(total: Tensor, x: "_Chunk", y: "_Chunk", constant: bool) -> None:
     """Add a chunk's part of a cross moment."""
-    total[: x.centred.shape[1]] += x.weighted.T @ y.centred
+    total[: len(x.centred)] += _product(y.centred, x.weighted).T
     centre, shift = x.level(constant)
     both = torch.stack([y.shift + y.centre * x.weight, y.centre])
     total.addmm_(torch.stack([centre, shift], dim=1), both)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x y^T for contiguous (F, m) and (G, m).
+
+    For float32 on a CPU by oneDNN, which is twice as fast as the BLAS behind `@` on processors that the BLAS was not
+    made for (AMD and MKL), and as precise.
+    """
+    if x.is_cpu and x.dtype == torch.float32 and x.numel() and y.numel() and torch.backends.mkldnn.is_available():
+        return linear(x.to_mkldnn(), y).to_dense()
+    return x @ y.T
 
 
 def _mirrored(total: Tensor, features: int) -> Tensor:
@@ -119,6 +131,8 @@ def _mirrored(total: Tensor, features: int) -> Tensor:
 @dataclass(frozen=True)
 class _Chunk:
     """Some rows about a centre, times their weights, and in float64 the centre, the rows' sum about it, their weight.
+
+    `centred` and `weighted` are (F, m), a feature's values side by side as products want them.
 
     Any centre gives the same sums: it is only there to make the products small. `shift` comes from the rows as they
     were given: a sum of centred rows would bring their rounding in, times the mean of every other feature.
@@ -149,16 +163,21 @@ def _chunks(rows: Tensor, weights: Tensor | None, step: int) -> Iterator[_Chunk]
         part = rows[start : start + step].detach().to(work)
         if weights is None:
             centre = part.mean(dim=0)
-            centred, wide = part - centre, centre.double()
+            centred, wide = _centred(part, centre), centre.double()
             yield _Chunk(centred, centred, wide, part.sum(dim=0, dtype=torch.float64) - wide * len(part), len(part))
             continue
         weight = weights[start : start + step].detach().to(part)
         total = weight.sum()
         centre = torch.where(total > 0, weight @ part / total, 0.0)
-        centred, wide = part - centre, centre.double()
+        centred, wide = _centred(part, centre), centre.double()
         mass = weight.sum(dtype=torch.float64)
         shift = weight.double() @ part.double() - wide * mass
-        yield _Chunk(centred, centred * weight[:, None], wide, shift, mass)
+        yield _Chunk(centred, centred * weight, wide, shift, mass)
+
+
+def _centred(part: Tensor, centre: Tensor) -> Tensor:
+    """Rows (m, F) less a centre (F,), as a contiguous (F, m)."""
+    return torch.sub(part.T, centre[:, None], out=part.new_empty(part.shape[1], len(part)))
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:

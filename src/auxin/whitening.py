@@ -139,7 +139,8 @@ def _smallest(lower: Tensor) -> Tensor:
     probes = torch.randn(len(lower), PROBES, dtype=lower.dtype, generator=torch.Generator().manual_seed(0))
     probes = probes.to(lower.device)
     for _ in range(INVERSE_STEPS):
-        probes = torch.cholesky_solve(probes / probes.norm(dim=0), lower)
+        halfway = torch.linalg.solve_triangular(lower, probes / probes.norm(dim=0), upper=False)
+        probes = torch.linalg.solve_triangular(lower.T, halfway, upper=True)
     return probes.norm(dim=0).max().reciprocal()
 
 
