@@ -19,7 +19,6 @@ import stops_by_itself as protocol
 
 CHANGES: dict[str, tuple[dict[str, Any], auxin.Method]] = {
     "defaults": ({}, auxin.Sprout()),
-    "largest=0.25": ({}, auxin.Sprout(largest=0.25)),
     "largest=4": ({}, auxin.Sprout(largest=4.0)),
     "largest=4**9 (unbounded)": ({}, auxin.Sprout(largest=4.0**9)),
     "best_update=True": ({}, auxin.Sprout(best_update=True)),
