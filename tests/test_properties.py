@@ -215,7 +215,9 @@ def check_entries(
         wanted, found = by_neuron(sizes[slot.name], slot) > least, by_neuron(reached[slot.name], slot) > 0
         missed = (wanted & ~found & outward[:, None])[record.width_before :]
         assert not bool(missed.any()), f"{slot.name}: no gradient at {missed.nonzero().tolist()}"
-        stuck = (wanted.any(1) & ~found.any(1) & ~outward)[record.width_before :]
+        # Where all that a new neuron reads of old ones is dead, it starts with zeros: what it reads of new ones.
+        of_old = wanted & ~by_neuron(new_elsewhere(sizes[slot.name], slot, site, sites, growth), slot)
+        stuck = (of_old.any(1) & ~found.any(1) & ~outward)[record.width_before :]
         assert not (live_reader and bool(stuck.any())), f"{slot.name}: zero on both sides {stuck.nonzero().tolist()}"
 
 
@@ -247,7 +249,7 @@ def check_alive(case: Case, model: nn.Module, site: Site, sites: dict[str, Site]
     fine = alive(case, opposite, name, record) | hopeless
     fan_in = linked.get_parameter(name).detach()[record.width_before :].flatten(1)
     fine &= hopeless | fan_in.any(1)
-    assert bool(fine[dead].all()), f"{site.name}: dead on arrival: {(dead & ~fine).nonzero().tolist()}"
+    assert bool(fine[dead].all()), f"{site.name}: dead on arrival: {fan_in[dead & ~fine]}"
 
 
 def alive(case: Case, model: nn.Module, name: str, record: auxin.Record) -> Tensor:
@@ -285,9 +287,7 @@ def with_random(
     generator = torch.Generator().manual_seed(seed)
     for slot in (slot for slot in site.slots if slot.role == role):
         parameter = model.get_parameter(slot.name)
-        mask = kept_mask(parameter, slot, growth[site.name])
-        for other in (o for s in sites.values() if s.name != site.name for o in s.slots if o.name == slot.name):
-            mask = mask | ~kept_mask(parameter, other, growth[next(n for n, s in sites.items() if other in s.slots)])
+        mask = kept_mask(parameter, slot, growth[site.name]) | new_elsewhere(parameter, slot, site, sites, growth)
         draw = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         parameter.data = torch.where(mask, parameter.data, draw)
     return model
@@ -331,6 +331,15 @@ def kept_mask(tensor: Tensor, slot: Slot, record: auxin.Record) -> Tensor:
     mask = torch.zeros(tensor.shape[slot.axis], dtype=torch.bool)
     mask[old_indices(slot.outer, slot.inner, record)] = True
     return mask.reshape([-1 if i == slot.axis else 1 for i in range(tensor.dim())]).expand(tensor.shape)
+
+
+def new_elsewhere(tensor: Tensor, slot: Slot, site: Site, sites: dict[str, Site], growth: auxin.Growth) -> Tensor:
+    """Whether each entry of a slot's tensor belongs to a new neuron of another site."""
+    mask = torch.zeros_like(tensor, dtype=torch.bool)
+    for other in (s for s in sites.values() if s.name != site.name):
+        for theirs in (s for s in other.slots if s.name == slot.name):
+            mask |= ~kept_mask(tensor, theirs, growth[other.name])
+    return mask
 
 
 # --- readings --------------------------------------------------------------------------------------------------
