@@ -69,7 +69,8 @@ def run(arm: str, seed: int, epochs: int, train: tuple[Tensor, Tensor], test: tu
     loss = nn.functional.cross_entropy
     for epoch in range(epochs):
         batches = [
-            (train[0][part], train[1][part]) for part in torch.randperm(len(train[0]), device=train[0].device).split(BATCH)
+            (train[0][part], train[1][part])
+            for part in torch.randperm(len(train[0]), device=train[0].device).split(BATCH)
         ]
         if method is not None and epoch in (1, 2):
             sites = auxin.find_sites(model, batches[0][0][:8])
@@ -85,7 +86,9 @@ def run(arm: str, seed: int, epochs: int, train: tuple[Tensor, Tensor], test: tu
             schedule.step()
     model.eval()
     with torch.no_grad():
-        right = [(model(x).argmax(1) == y).float() for x, y in zip(test[0].split(1000), test[1].split(1000), strict=True)]
+        right = [
+            (model(x).argmax(1) == y).float() for x, y in zip(test[0].split(1000), test[1].split(1000), strict=True)
+        ]
     return float(torch.cat(right).mean()) * 100
 
 
@@ -100,7 +103,9 @@ def main() -> None:
     args = parser.parse_args()
     x, y = load(args.root, "train", args.device)
     train, test = (x[: args.images], y[: args.images]), load(args.root, "t10k", args.device)
-    print(f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {args.device}, {args.epochs} epochs of {args.images}")
+    print(
+        f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {args.device}, {args.epochs} epochs of {args.images}"
+    )
     print("| arm | test accuracy | seconds a run |\n|---|---|---|")
     for arm in ARMS:
         started = time.perf_counter()

@@ -139,7 +139,7 @@ def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, 
 def bits(tensor: Tensor | None) -> tuple | None:
     if tensor is None:
         return None
-    flat = tensor.detach().contiguous().flatten()
+    flat = tensor.detach().cpu().contiguous().flatten()
     return tuple(tensor.shape), tensor.dtype, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

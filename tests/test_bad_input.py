@@ -481,8 +481,7 @@ def test_compiled_models_are_handled(wrap: Callable[[nn.Module], nn.Module]) -> 
     trained(plain, DATA, torch.optim.Adam(plain.parameters(), lr=0.01), steps=1)
     report = auxin.diagnose(model, DATA, cross_entropy)
     assert report.rows[0].bottleneck == pytest.approx(auxin.diagnose(plain, DATA, cross_entropy).rows[0].bottleneck)
-    grower = auxin.Grower(model, cross_entropy, optimizer=optimizer, policy=OPEN)
-    assert grower.step(DATA).added == 1
+    assert auxin.grow(model, DATA, cross_entropy, optimizer=optimizer, neurons=1).added == 1
     trained(model, DATA, optimizer, steps=1)
     assert auxin.find_sites(model, X)[0].width == 4
     assert model(X).shape == (24, 3)

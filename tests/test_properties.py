@@ -230,9 +230,11 @@ def by_neuron(tensor: Tensor, slot: Slot) -> Tensor:
 
 def check_alive(case: Case, model: nn.Module, site: Site, sites: dict[str, Site], growth: auxin.Growth) -> None:
     """A new neuron without a gradient has its opposite on the live side of a kink, or random ones are as dead."""
-    centred = model.get_submodule(site.name).bias is not None and case.request["method"] == "sprout"
-    if case.far and not centred:
-        return  # a fan-in that nobody centres saturates, at whatever scale was asked for
+    method, amplitude = case.request["method"], case.request["amplitude"]
+    if method in ("tiny", "random") and amplitude != 0.0:
+        return  # their scale has no bound, and so they may saturate
+    if case.far and (method != "sprout" or model.get_submodule(site.name).bias is None):
+        return  # nobody centres the fan-in
     record = growth[site.name]
     linked = with_random(model, site, sites, growth, "fan_out")
     name = next(slot.name for slot in site.slots if slot.role == "fan_in")
@@ -253,8 +255,10 @@ def check_alive(case: Case, model: nn.Module, site: Site, sites: dict[str, Site]
 
 
 def alive(case: Case, model: nn.Module, name: str, record: auxin.Record) -> Tensor:
-    """Which of the new rows of a producer's weight have a gradient."""
-    return gradient_sizes(case, model, 1)[name][record.width_before :].flatten(1).amax(1) > 0
+    """Which of the new rows of a producer's weight have a gradient that is more than rounding."""
+    sizes = gradient_sizes(case, model, 1)
+    largest = max(float(size.max()) for size in sizes.values())
+    return sizes[name][record.width_before :].flatten(1).amax(1) > 1e-12 * largest
 
 
 def exact_copy(model: nn.Module) -> nn.Module:

@@ -244,11 +244,16 @@ def nearly_zero(toward: Tensor, slopes: Slopes, normalised: bool) -> tuple[Tenso
     The reference implementation of GradMax takes the derivative at 0 to be 1, to the same effect. Behind an instance
     norm, which takes the mean away, a mean over positions has no slope at 0 either.
     """
-    smooth = (torch.allclose(slopes.plus[k], -slopes.minus[k], rtol=1e-2, atol=1e-12) for k in slopes.plus)
-    if all(smooth) and not normalised:
+    if all(_opposite(slopes.plus[name], slopes.minus[name]) for name in slopes.plus) and not normalised:
         return torch.zeros_like(toward), ()
     length = toward.norm(dim=1, keepdim=True).clamp(min=1e-300)
     return toward / length * TINY_FAN_IN, ("a kink or a norm at 0: fan-ins of norm 1e-6 in place of 0",)
+
+
+def _opposite(plus: Tensor, minus: Tensor) -> bool:
+    """Whether two slopes are each other's negative, to the precision at which they are measured."""
+    largest = float(torch.maximum(plus.abs().max(), minus.abs().max()))
+    return torch.allclose(plus, -minus, rtol=1e-2, atol=1e-3 * largest)
 
 
 def directions_that_gain(view: SiteView, alpha: Tensor, omega: dict[str, Tensor]) -> Tensor:

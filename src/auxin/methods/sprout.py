@@ -126,11 +126,14 @@ def best_gain(view: SiteView, alpha: Tensor, omega: Tensor) -> float:
 
 
 def usual_scale(view: SiteView, alpha: Tensor) -> Tensor:
-    """Fan-ins at the norm of the usual initialisation; the bias scales along with the weights."""
+    """Fan-ins at the norm of the usual initialisation; the bias scales along with the weights.
+
+    Those that are a bias and no weights, as constant inputs give, are left out: such a neuron never learns to read.
+    """
     weights = alpha[:, :-1] if view.constant else alpha
-    norms = weights.norm(dim=1, keepdim=True)
-    scale = view.producer_rule.usual_norm(view.producer) / norms
-    scaled = torch.where(norms > 1e-12 * alpha.norm(dim=1, keepdim=True), alpha * scale, alpha)
+    norms = weights.norm(dim=1)
+    reads = norms > 1e-12 * alpha.norm(dim=1)
+    scaled = alpha[reads] * (view.producer_rule.usual_norm(view.producer) / norms[reads, None])
     return within_reach(view.s(), scaled) if view.constant else scaled
 
 
