@@ -205,20 +205,21 @@ def check_entries(
     """Entries of new neurons with a gradient once the way out is random are reached, behind live consumers."""
     record = growth[site.name]
     ways_out = [slot for slot in site.slots if slot.role == "fan_out"]
-    outward = torch.cat([by_neuron(reached[slot.name], slot) for slot in ways_out], dim=1).amax(1) > 0
+    outward = torch.cat([by_neuron(reached[slot.name], slot) for slot in ways_out], dim=1).amax(1)
     live_reader = any(bool(reached[slot.name].any()) for slot in ways_out)
     sizes = gradient_sizes(case, with_random(model, site, sites, growth, "fan_out"), steps=1)
     least = 1e-9 * max(float(size.max()) for size in sizes.values())  # a bias before a norm has rounding alone
     for slot in site.slots:
-        if slot.name not in sizes or slot.role == "fan_out":
-            continue
-        wanted, found = by_neuron(sizes[slot.name], slot) > least, by_neuron(reached[slot.name], slot) > 0
-        missed = (wanted & ~found & outward[:, None])[record.width_before :]
-        assert not bool(missed.any()), f"{slot.name}: no gradient at {missed.nonzero().tolist()}"
-        # Where all that a new neuron reads of old ones is dead, it starts with zeros: what it reads of new ones.
-        of_old = wanted & ~by_neuron(new_elsewhere(sizes[slot.name], slot, site, sites, growth), slot)
-        stuck = (of_old.any(1) & ~found.any(1) & ~outward)[record.width_before :]
-        assert not (live_reader and bool(stuck.any())), f"{slot.name}: zero on both sides {stuck.nonzero().tolist()}"
+        if slot.name in sizes and slot.role != "fan_out":
+            wanted, found = by_neuron(sizes[slot.name], slot) > least, by_neuron(reached[slot.name], slot) > 0
+            missed = (wanted & ~found & (outward > least)[:, None])[record.width_before :]
+            assert not bool(missed.any()), f"{slot.name}: no gradient at {missed.nonzero().tolist()}"
+    weight = next(slot for slot in site.slots if slot.role == "fan_in")
+    # Where all that a new neuron reads of old ones is dead, it starts with zeros: what it reads of new ones.
+    of_old = (sizes[weight.name] > least) & ~new_elsewhere(sizes[weight.name], weight, site, sites, growth)
+    inward = by_neuron(reached[weight.name], weight).amax(1)
+    stuck = (by_neuron(of_old, weight).any(1) & (inward == 0) & (outward == 0))[record.width_before :]
+    assert not (live_reader and bool(stuck.any())), f"{site.name}: zero on both sides at {stuck.nonzero().tolist()}"
 
 
 def by_neuron(tensor: Tensor, slot: Slot) -> Tensor:

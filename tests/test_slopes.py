@@ -13,7 +13,8 @@ SMOOTH = {
     "linear-gelu": lambda: nn.Sequential(nn.Linear(6, 3), nn.GELU(), nn.Linear(3, 4)),
     "linear-sigmoid": lambda: nn.Sequential(nn.Linear(6, 3), nn.Sigmoid(), nn.Linear(3, 4)),
     "conv": lambda: nn.Sequential(
-        nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 4, 3, padding=1, stride=2), nn.Flatten(), nn.Linear(64, 4)
+        nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 4, 3, padding=1, stride=2),
+        nn.Flatten(), nn.Linear(64, 4),
     ),
     "conv-pool-conv": lambda: nn.Sequential(
         nn.Conv2d(2, 3, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(16, 4)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed as dist
 
+import auxin.statistics
 import reference
 from auxin.errors import InputError
-import auxin.statistics
 from auxin.statistics import (
     Sums,
     clamped_samples,

@@ -22,8 +22,10 @@ from torch.nn.functional import linear
 
 from auxin.errors import InputError
 
-CHUNK_ENTRIES = 2**19
+CHUNK_ENTRIES = 2**20
 """Entries of the largest centred copy: larger ones are fresh memory each time, which costs more than the copy."""
+SUMMED_ENTRIES = 2**16
+"""Entries that are turned to float64 at a time where rows are added up."""
 STRIPS = 6
 LEAST_STRIP = 96
 
@@ -164,20 +166,32 @@ def _chunks(rows: Tensor, weights: Tensor | None, step: int) -> Iterator[_Chunk]
         if weights is None:
             centre = part.mean(dim=0)
             centred, wide = _centred(part, centre), centre.double()
-            yield _Chunk(centred, centred, wide, part.sum(dim=0, dtype=torch.float64) - wide * len(part), len(part))
+            yield _Chunk(centred, centred, wide, _column_sums(part) - wide * len(part), len(part))
             continue
         weight = weights[start : start + step].detach().to(part)
         total = weight.sum()
         centre = torch.where(total > 0, weight @ part / total, 0.0)
         centred, wide = _centred(part, centre), centre.double()
         mass = weight.sum(dtype=torch.float64)
-        shift = weight.double() @ part.double() - wide * mass
+        shift = _column_sums(part, weight) - wide * mass
         yield _Chunk(centred, centred * weight, wide, shift, mass)
 
 
 def _centred(part: Tensor, centre: Tensor) -> Tensor:
     """Rows (m, F) less a centre (F,), as a contiguous (F, m)."""
     return torch.sub(part.T, centre[:, None], out=part.new_empty(part.shape[1], len(part)))
+
+
+def _column_sums(part: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The (weighted) sum of rows in float64, made of few at a time: torch copies what it adds up in another type."""
+    total, step = _zeros(part, part.shape[1]), max(1, SUMMED_ENTRIES // max(1, part.shape[1]))
+    for start in range(0, len(part), step):
+        rows = part[start : start + step]
+        if weight is None:
+            total += rows.sum(dim=0, dtype=torch.float64)
+        else:
+            total += weight[start : start + step].double() @ rows.double()
+    return total
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
