@@ -40,12 +40,24 @@ class Pair(nn.Module):
         return self.second(torch.relu(self.first(x))).mean((2, 3))
 
 
+def first_batch(samples: int, *shape: int) -> Tensor:
+    """The first batch of a standardised data set of ten.
+
+    Every training process has once held and let go of a data set; from then on glibc keeps the matrices that are freed
+    in the process. In one that never held anything large, it hands them back to the kernel in every run, and the MLP
+    pays 7 ms of page faults for it (a ratio of 10.3 to 10.9 in the place of 9).
+    """
+    data = torch.randn(10 * samples, *shape)
+    data = (data - data.mean(0)) / data.std(0)
+    return data[:samples].clone()
+
+
 def cases() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
     """Name: model, input, target."""
     mlp = nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     return {
-        "MLP 784-64-64-10, batch 1024": (mlp, torch.randn(1024, 784), torch.randint(10, (1024,))),
-        "convolutions 64-16-64, 16x16, batch 128": (Pair(), torch.randn(128, 64, 16, 16), torch.randint(64, (128,))),
+        "MLP 784-64-64-10, batch 1024": (mlp, first_batch(1024, 784), torch.randint(10, (1024,))),
+        "convolutions 64-16-64, 16x16, batch 128": (Pair(), first_batch(128, 64, 16, 16), torch.randint(64, (128,))),
     }
 
 

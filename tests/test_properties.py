@@ -239,7 +239,11 @@ def check_alive(case: Case, model: nn.Module, site: Site, sites: dict[str, Site]
     record = growth[site.name]
     linked = with_random(model, site, sites, growth, "fan_out")
     name = next(slot.name for slot in site.slots if slot.role == "fan_in")
-    dead = ~alive(case, linked, name, record)
+    # Which positions a max pooling passes on hangs on the fan-outs: one draw may hide a neuron.
+    ways_out = [linked, *(with_random(model, site, sites, growth, "fan_out", seed) for seed in range(1, 6))]
+    dead = torch.ones(record.added, dtype=torch.bool)
+    for tried in ways_out:
+        dead &= ~alive(case, tried, name, record) if bool(dead.any()) else dead
     if not bool(dead.any()):
         return
     opposite = copy.deepcopy(linked)
@@ -247,7 +251,7 @@ def check_alive(case: Case, model: nn.Module, site: Site, sites: dict[str, Site]
         tensors = dict(tensors_of(opposite))
         tensors[slot.name].data[record.width_before :] *= -1
     randoms = [with_random(linked, site, sites, growth, "fan_in", seed) for seed in range(8)]
-    living = torch.stack([alive(case, other, name, record) for other in randoms])
+    living = torch.stack([alive(case, other, name, record, 1e-9) for other in randoms])
     hopeless = ~living.any(0)
     fine = alive(case, opposite, name, record) | hopeless
     fan_in = linked.get_parameter(name).detach()[record.width_before :].flatten(1)
@@ -255,11 +259,11 @@ def check_alive(case: Case, model: nn.Module, site: Site, sites: dict[str, Site]
     assert bool(fine[dead].all()), f"{site.name}: dead on arrival: {fan_in[dead & ~fine]}"
 
 
-def alive(case: Case, model: nn.Module, name: str, record: auxin.Record) -> Tensor:
-    """Which of the new rows of a producer's weight have a gradient that is more than rounding."""
+def alive(case: Case, model: nn.Module, name: str, record: auxin.Record, least: float = 0.0) -> Tensor:
+    """Which of the new rows of a producer's weight have a gradient, above `least` times the model's largest one."""
     sizes = gradient_sizes(case, model, 1)
     largest = max(float(size.max()) for size in sizes.values())
-    return sizes[name][record.width_before :].flatten(1).amax(1) > 1e-12 * largest
+    return sizes[name][record.width_before :].flatten(1).amax(1) > least * largest
 
 
 def exact_copy(model: nn.Module) -> nn.Module:
@@ -509,7 +513,7 @@ def test_a_group_that_is_not_filled_is_left_out_with_a_note() -> None:
     case = trained_case(
         nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(8, 3)
     )
-    with pytest.warns(UserWarning, match="rank 1"):
+    with pytest.warns(UserWarning, match="there are 1 directions"):
         record = case.grow(method="tiny", neurons=1)["0"]
     assert record.added == 0
     assert any("groups of 2" in note for note in record.notes)
@@ -562,6 +566,27 @@ def test_a_layer_that_reads_a_width_of_0_grows() -> None:
     case = trained_case(model, torch.randn(8, 3))
     growth = case.grow(method="sprout", neurons=2, amplitude=None)
     assert [record.width_after for record in growth] == [2, 4]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_feature_too_faint_for_float32_counts_as_dead(method: str) -> None:
+    """softplus(-100) is 4e-44, and the best update's weight for it would be infinite."""
+    torch.manual_seed(0)
+    body = [nn.Linear(3, 4), nn.Softplus(), nn.Linear(4, 4), nn.Tanh()]
+    case = trained_case(Net(body, [nn.Linear(4, 2)]), torch.randn(8, 3))
+    with torch.no_grad():
+        case.model.get_parameter("body.0.bias")[:2] = -100
+    growth = case.grow(method=method, neurons=2, amplitude=None)
+    assert all(bool(torch.isfinite(tensor).all()) for _, tensor in tensors_of(case.model))
+    assert growth.loss_after <= growth.loss_before + 1e-3
+
+
+def test_sprout_leaves_out_fan_ins_that_read_nothing() -> None:
+    """Behind constant inputs the only direction is a bias, which no gradient would ever turn into weights."""
+    torch.manual_seed(0)
+    case = trained_case(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.ones(8, 3))
+    case.grow(method="sprout", neurons=3, amplitude=None)
+    assert bool((case.model[0].weight[4:].norm(dim=1) > 0.1).all())
 
 
 # --- what torch does with a grown model ------------------------------------------------------------------------

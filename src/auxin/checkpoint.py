@@ -135,6 +135,7 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         save_file(tensors, temporary, metadata)
+        os.chmod(temporary, 0o666 & ~_umask())
         _sync(temporary)
         os.replace(temporary, target)
         if os.name == "posix":  # elsewhere a folder cannot be opened
@@ -143,6 +144,13 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
         raise CheckpointError(f"cannot write {path}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """The process's mask for new files; it can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _sync(path: Path) -> None:

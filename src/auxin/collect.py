@@ -166,7 +166,10 @@ class Stream:
         """The first batch, or the error that there is none."""
         found = self._take()
         if found is None:
-            raise InputError("no batches were given; accepted: an iterable with at least one (input, target) batch")
+            raise InputError(
+                "no batches were given; accepted: an iterable with at least one (input, target) batch (a generator "
+                "gives its batches once: pass a list or a loader)"
+            )
         return found
 
     def more(self, kept: list[Kept], wanted: int | None) -> None:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from torch import Tensor, nn
 
 from auxin.collect import Measurement, Stream, one_fold
@@ -20,6 +19,7 @@ from auxin.moments import output_variance
 from auxin.objectives import as_task
 from auxin.structure import Sites
 from auxin.surgery import plain
+from auxin.tables import as_text, figure, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -119,25 +119,30 @@ class Diagnosis:
         return plot_diagnosis([row.to_dict() for row in self.rows])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=f"Expressivity bottlenecks on {self.samples} samples (loss {self.loss:.4g})")
-        for name in ("site", "width", "bottleneck", "share", "best neuron", "worth a parameter"):
-            table.add_column(name, justify="left" if name == "site" else "right")
-        best = self.tightest
-        for row in self.rows:
-            cells = (f"{row.bottleneck:.4g}", f"{row.share:.1%}", f"{row.first_gain:.4g}", f"{row.worth:.3g}")
-            style = "bold" if row is best else None
-            table.add_row(row.site + (" <-" if row is best else ""), str(row.width), *cells, style=style)
-        yield table
+        yield from self._parts()
+
+    def __str__(self) -> str:
+        return as_text(*self._parts())
+
+    def _parts(self) -> Iterator[RenderableType]:
+        columns = ("site", "width", "bottleneck", "share", "best neuron", "worth a parameter")
+        rows = [
+            (
+                row.site,
+                str(row.width),
+                figure(row.bottleneck),
+                f"{row.share:.1%}",
+                figure(row.first_gain),
+                figure(row.worth),
+            )
+            for row in self.rows
+        ]
+        title = f"Expressivity bottlenecks on {self.samples} samples (loss {self.loss:.4g})"
+        yield table(title, columns, rows, bold=self.rows.index(self.tightest))
         for note in self.notes:
             yield f"note: {note}"
         if self.refused:
-            yield f"{len(self.refused)} widths are not offered; see .refused"
-
-    def __str__(self) -> str:
-        console = Console(width=100, no_color=True)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+            yield f"{len(self.refused)} {'width is' if len(self.refused) == 1 else 'widths are'} not offered; see .refused"
 
 
 def diagnose(

@@ -1,6 +1,7 @@
 """The orchestrator: measure all sites together, propose, scale on copies, apply once, record."""
 
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -73,6 +74,9 @@ def grow(
     target, optimizers = plain(model), as_list(optimizer)
     growth, changes = planned_growth(target, batches, as_task(loss), request, optimizers)
     apply(target, changes, optimizers)
+    for record in growth:
+        if record.added < record.asked:
+            warnings.warn(f"{record.site}: {'; '.join(record.notes)}", stacklevel=2)
     return growth
 
 

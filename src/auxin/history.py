@@ -5,7 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, overload
 
+from rich.table import Table
+
 from auxin.errors import CheckpointError, InputError, unknown
+from auxin.tables import as_text, figure, table
 
 FORMAT = 1
 
@@ -85,6 +88,26 @@ class Growth(Sequence[Record]):
                 raise unknown("site", key, [record.site for record in self.records])
             return found
         return self.records[key]
+
+    def __rich__(self) -> Table:
+        """A row a site."""
+        columns = ("site", "width", "predicted fall", "measured fall", "amplitude", "notes")
+        rows = [
+            (
+                record.site,
+                f"{record.width_before} → {record.width_after}",
+                figure(record.predicted),
+                figure(record.measured),
+                figure(record.amplitude),
+                "; ".join(record.notes),
+            )
+            for record in self.records
+        ]
+        before, after = figure(self.loss_before), figure(self.loss_after)
+        return table(f"Growth by {self.method}: {self.added} neurons, loss {before} → {after}", columns, rows)
+
+    def __str__(self) -> str:
+        return as_text(self)
 
     @property
     def added(self) -> int:

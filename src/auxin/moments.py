@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from auxin.collect import Fold, Measurement, Part
 from auxin.layers import rule_for
-from auxin.layers.base import CHUNK
+from auxin.layers.base import CHUNK, computing, has_bias
 from auxin.statistics import Sums, gram_and_cross
 from auxin.structure import Site
 
@@ -27,7 +27,7 @@ def _consumer_part(model: nn.Module, name: str, part: Part) -> dict[str, Tensor]
     rule = rule_for(module)
     rows, v = rule.rows(module, part.inputs(name)), rule.output_rows(part.v(name))
     gram, cross = gram_and_cross(rows, v)
-    return {"v_square": v.double().square().sum(), "v_b1": cross.T, "b1_b1": gram}
+    return {"v_square": torch.linalg.vector_norm(v, dtype=torch.float64).square(), "v_b1": cross.T, "b1_b1": gram}
 
 
 def output_variance(measurement: Measurement, consumer: str) -> float:
@@ -60,14 +60,27 @@ def _site_part(
     producer = model.get_submodule(site.producers[0])
     source, rule = part.inputs(site.producers[0]), rule_for(producer)
     left = {name: desired(model, name, updates.get(name), part) for name in site.consumers}
+    constant = constant_added_later(model, site)
     probe = rule.virtual(producer, block(source, 0, 1, part.samples))
     step = max(1, CHUNK // max(1, probe.numel()))
     for start in range(0, part.samples, step):
-        virtual = rule.virtual(producer, block(source, start, step, part.samples))
+        inputs = block(source, start, step, part.samples)
+        virtual = computing(inputs) if constant else rule.virtual(producer, inputs)
         for reading in site.readings:
             name, module = reading.consumer, model.get_submodule(reading.consumer)
             pushed, v = reading.push(virtual), block(left[name], start, step, part.samples)
-            yield name, *rule_for(module).read(module, reading, pushed, v)
+            yield name, *rule_for(module).read(module, reading, pushed, v, constant)
+
+
+def constant_added_later(model: nn.Module, site: Site) -> bool:
+    """Whether b0's constant 1 need not be copied beside the inputs: rows go from layer to layer as they are."""
+    producer = model.get_submodule(site.producers[0])
+    if not (has_bias(producer) and rule_for(producer).adds_constant):
+        return False
+    straight = (
+        reading.outer * reading.inner == 1 and not getattr(reading.push, "steps", True) for reading in site.readings
+    )
+    return all(straight) and all(rule_for(model.get_submodule(name)).adds_constant for name in site.consumers)
 
 
 def desired(model: nn.Module, consumer: str, update: Tensor | None, part: Part) -> Tensor:

@@ -58,6 +58,8 @@ class Supervised(Task):
     """Batches `(input, target)` and `loss(output, target)`, mean-reduced."""
 
     def __init__(self, loss: Loss, score: Callable[[Any, Any], Tensor] | None = None) -> None:
+        if getattr(loss, "reduction", "mean") == "sum":
+            raise InputError("the loss sums over samples; accepted: a mean over the batch (reduction='mean')")
         self.loss = loss
         self.score = score
 
@@ -88,7 +90,10 @@ class Supervised(Task):
         return n > 1 and all(torch.is_tensor(t) and t.dim() > 0 and t.shape[0] == n for t in tensors)
 
     def scores(self, answer: Any, batch: Any, rows: Tensor | None = None) -> Tensor:
-        """Half the Brier score for classes, the squared error for regression, else the loss itself."""
+        """Half the Brier score for classes, the squared error for regression, else the loss itself.
+
+        One value a sample; one for the whole batch where output or target is no tensor with a row a sample.
+        """
         target = pair(batch)[1]
         if rows is not None:
             answer, target = answer[rows], target[rows]
@@ -99,12 +104,18 @@ class Supervised(Task):
             return half_brier(answer, target)
         if kind == "regression":
             return (answer.double() - target.double()).square().flatten(1).mean(1)
-        if not torch.is_tensor(answer):
+        if not in_rows(answer, target):
             return self.loss(answer, target).double().reshape(1)
         return torch.stack([self.loss(answer[i : i + 1], target[i : i + 1]) for i in range(len(answer))]).double()
 
     def constant_score(self, batches: list[tuple[Any, Any, Tensor | None]], first: float | None = None) -> float:
-        """Class frequencies or means where those are best; else found by gradient descent on the loss."""
+        """Class frequencies or means where those are best; else found by gradient descent on the loss.
+
+        Where outputs or targets are no tensors, what the model scored when first asked.
+        """
+        if not all(in_rows(answer, pair(batch)[1]) for answer, batch, _ in batches):
+            now = torch.cat([self.scores(*item) for item in batches]).mean()
+            return float(now) if first is None else first
         answers = torch.cat([answer if rows is None else answer[rows] for answer, _, rows in batches]).detach()
         targets = torch.cat([pair(b)[1] if rows is None else pair(b)[1][rows] for _, b, rows in batches])
         kind = self._kind(answers, targets)
@@ -193,9 +204,11 @@ def as_task(loss: Any) -> Task:
     """The task behind what a user passes as `loss`."""
     if isinstance(loss, Task):
         return loss
+    if isinstance(loss, type):
+        raise InputError(f"loss is the class {loss.__name__}; pass an instance, {loss.__name__}()")
     if not callable(loss):
         raise InputError(
-            f"loss is {loss!r}; accepted: a function loss(output, target) -> scalar tensor, or auxin.Objective(fn)"
+            f"loss is a {type(loss).__name__}; accepted: a function loss(output, target) -> scalar tensor, or auxin.Objective(fn)"
         )
     return Supervised(loss)
 
@@ -226,6 +239,12 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def in_rows(answer: Any, target: Any) -> bool:
+    """Whether output and target are tensors of as many rows."""
+    both = torch.is_tensor(answer) and torch.is_tensor(target)
+    return both and min(answer.dim(), target.dim()) > 0 and len(answer) == len(target)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from auxin.errors import InputError, NoSiteError, check_number, unknown
+from auxin.errors import InputError, NoSiteError, check_number
 from auxin.structure import Site, Sites
 
 
@@ -63,7 +63,7 @@ def asked_numbers(sites: Sites, neurons: Any) -> dict[str, int | str]:
     if isinstance(neurons, Mapping):
         for name in neurons:
             if name not in sites:
-                raise unknown("site", name, [site.name for site in sites])
+                raise sites.missing(name)
         if not neurons:
             raise InputError("neurons is an empty dict, which asks nothing; accepted: {site name: number}")
         return {site.name: whole(site, neurons[site.name]) for site in sites if site.name in neurons}

@@ -83,14 +83,15 @@ def cross_sum(rows: Tensor, others: Tensor, weights: Tensor | None = None, const
     return total
 
 
-def gram_and_cross(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """`gram_sum(rows)` and `cross_sum(rows, others)`, the rows centred once for both."""
-    gram, cross = _zeros(rows, rows.shape[1], rows.shape[1]), _zeros(rows, rows.shape[1], others.shape[1])
+def gram_and_cross(rows: Tensor, others: Tensor, constant: bool = False) -> tuple[Tensor, Tensor]:
+    """`gram_sum(rows, constant=...)` and `cross_sum(rows, others, constant=...)`, the rows centred once for both."""
+    features = rows.shape[1] + constant
+    gram, cross = _zeros(rows, features, features), _zeros(rows, features, others.shape[1])
     step = chunk_rows(rows, others)
     with full_precision(rows.device):
         for x, y in zip(_chunks(rows, None, step), _chunks(others, None, step), strict=True):
-            _add_gram(gram, x, False)
-            _add_cross(cross, x, y, False)
+            _add_gram(gram, x, constant)
+            _add_cross(cross, x, y, constant)
     return _mirrored(gram, rows.shape[1]), cross
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Literal, overload
 
 import torch
+from rich.markup import escape
 from torch import Tensor, nn
 
-from auxin.errors import unknown
+from auxin.errors import UnknownNameError, unknown
+from auxin.tables import as_text, table
 
 Role = Literal["fan_in", "fan_out", "carried"]
 
@@ -90,7 +92,7 @@ class Refusal:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
+        return f"{self.name or 'the model itself'}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,11 @@ class Site:
 
     @property
     def normalised(self) -> bool:
-        """Whether a norm on the way brings the tiniest neuron to size 1."""
+        """Whether a norm on the way brings the tiniest neuron to size 1, and cannot be told not to.
+
+        Instance and group norms and batch norms without an affine map do; an affine batch norm is made the identity
+        on new neurons.
+        """
         return any(carrier.kind == "normaliser" for carrier in self.carriers)
 
     @property
@@ -194,10 +200,22 @@ class Sites(Sequence[Site]):
         for site in self.items:
             if key == site.name or key in site.producers:
                 return site
-        raise unknown("site", key, [site.name for site in self.items])
+        raise self.missing(key)
 
     def __contains__(self, key: object) -> bool:
         return any(key in (site, site.name) for site in self.items)
+
+    def missing(self, key: object) -> UnknownNameError:
+        """The error for a name that is no site: why it was refused, or the near matches."""
+        for refusal in self.refused:
+            if key == refusal.name:
+                return UnknownNameError(f"no site {key!r}, it was refused: {refusal.reason}")
+        return unknown("site", key, [site.name for site in self.items])
+
+    def __str__(self) -> str:
+        rows = [(site.name, str(site.width), ", ".join(site.consumers)) for site in self.items]
+        refused = [f"refused: {refusal}" for refusal in self.refused]
+        return as_text(table(f"{len(rows)} sites", ("site", "width", "read by"), rows), *map(escape, refused))
 
 
 def slot_tensor(model: nn.Module, slot: Slot) -> Tensor:

@@ -9,6 +9,9 @@ from auxin.errors import NumericalError
 
 PROBES = 4
 INVERSE_STEPS = 2
+FAINTEST = 1e-60
+"""Second moment of the faintest feature that counts: the weight of a fainter one (exp(-100) behind a softplus) would
+leave the range of float32."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +113,17 @@ def _correlations(s: Tensor, constant: bool, damping: float) -> tuple[Frame, Ten
 def _standardised(s: Tensor, constant: bool) -> tuple[Frame, Tensor]:
     """The frame of S, and the correlation matrix of the live features in it.
 
-    A feature is dead where its variance is below F * eps times its second moment: what rounding leaves of a constant.
+    A feature is dead where its variance is below F * eps times its second moment, which is what rounding leaves of a
+    constant, or too faint.
     """
     diagonal = s.diagonal()
     if not constant or s[-1, -1] <= 0:
-        live = diagonal > 0
+        live = diagonal > FAINTEST
         frame = Frame(live, diagonal[live].rsqrt(), diagonal[:0], diagonal.new_ones(()), None)
         return frame, (_part(s, live) * frame.scale).mul_(frame.scale[:, None])
     ratio = s[-1] / s[-1, -1]
     variance = diagonal - ratio * s[-1]
-    live = variance > len(s) * torch.finfo(s.dtype).eps * diagonal
+    live = variance > (len(s) * torch.finfo(s.dtype).eps * diagonal).clamp(min=FAINTEST)
     live[-1] = False
     shared = torch.where(live, 0.0, ratio)
     stretch = shared.norm()

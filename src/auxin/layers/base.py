@@ -21,6 +21,8 @@ class Rule(ABC):
     """One layer family in its two roles, producer and consumer. It keeps no state."""
 
     kinds: tuple[type[nn.Module], ...]
+    adds_constant = False
+    """Whether `read` can take virtual channels without the bias's constant 1 and add it itself, saving a copy."""
 
     @abstractmethod
     def virtual(self, module: nn.Module, inputs: Tensor) -> Tensor:
@@ -43,10 +45,13 @@ class Rule(ABC):
         """O: under how many offsets one output reads a neuron."""
 
     @abstractmethod
-    def read(self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def read(
+        self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor, constant: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Sums in float64 over every reading (q, o) of b0: of b0 b0^T, (F0, F0), and of b0 v_m^T, (F0, M * O).
 
-        S of `eq:pseudo_S` before r / n, and N of `eq:pseudo_N` before 1 / n.
+        S of `eq:pseudo_S` before r / n, and N of `eq:pseudo_N` before 1 / n. `constant`: a 1 is still to be added to
+        every row of b0 (only where `adds_constant`).
         """
 
     @abstractmethod

@@ -40,7 +40,9 @@ class ConvolutionRule(Rule):
         """Every entry of the kernel is one."""
         return weight_of(module).shape[2:].numel()
 
-    def read(self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def read(
+        self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor, constant: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """A pixel weighs by the number of pairs that read it; N is the weight gradient of a convolution."""
         conv = cast(Conv, module)
         padded, padding = with_borders(conv, virtual)

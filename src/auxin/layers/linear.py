@@ -12,6 +12,7 @@ class LinearRule(Rule):
     """`nn.Linear` as producer and consumer; flattened positions are offsets."""
 
     kinds = (nn.Linear,)
+    adds_constant = True
 
     def virtual(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """(..., F0): the inputs themselves."""
@@ -34,13 +35,15 @@ class LinearRule(Rule):
         """Every flattened position is one."""
         return reading.outer * reading.inner
 
-    def read(self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def read(
+        self, module: nn.Module, reading: Reading, virtual: Tensor, v: Tensor, constant: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Every position is read once, with the same v."""
         rows, split = self.output_rows(v), virtual.flatten(0, -2).unflatten(-1, (reading.outer, -1, reading.inner))
         positions = split.movedim(2, -1).flatten(1, 2)
         count, offsets, features = positions.shape
         if offsets == 1:
-            return gram_and_cross(positions[:, 0], rows)
+            return gram_and_cross(positions[:, 0], rows, constant)
         cross = cross_sum(positions.reshape(count, offsets * features), rows)
         ordered = cross.reshape(offsets, features, -1).permute(1, 2, 0).flatten(1)
         return gram_sum(positions.flatten(0, 1)), ordered

@@ -1,6 +1,5 @@
 """GradMax (Evci et al. 2022), as B.1 of the paper states it: zero fan-in, the fan-out with the largest gradient."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,8 +53,7 @@ class GradMax(Method):
         omega, values = gradmax(n, most if count == "auto" else min(count, most))
         notes: tuple[str, ...] = ()
         if count != "auto" and len(omega) < count:
-            notes = (f"asked for {count} neurons, but N has rank {len(omega)}: added {len(omega)}",)
-            warnings.warn(f"{view.site.name}: {notes[0]}", stacklevel=2)
+            notes = (f"asked for {count} neurons, and there are {len(omega)} directions (the rank of N): added those",)
         toward = omega @ n.T
         if count == "auto" and len(omega):
             chosen = directions_that_gain(view, toward * 1e-9, view.split(omega))

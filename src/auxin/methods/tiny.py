@@ -1,6 +1,5 @@
 """TINY, the paper's method to the letter (Prop. 3.1 and 3.2), every difference from GradMax a switch."""
 
-import warnings
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -74,8 +73,9 @@ class Tiny(Method):
         alpha, omega, values = self._neurons(view, count)
         notes: tuple[str, ...] = ()
         if count != "auto" and len(alpha) < count:
-            notes = (f"asked for {count} neurons, but S^-1/2 N has rank {len(alpha)}: added {len(alpha)}",)
-            warnings.warn(f"{view.site.name}: {notes[0]}", stacklevel=2)
+            notes = (
+                f"asked for {count} neurons, and there are {len(alpha)} directions (the rank of S^-1/2 N): added those",
+            )
         split = view.split(omega)
         if count == "auto" and len(alpha):
             chosen = directions_that_gain(view, alpha, split)
