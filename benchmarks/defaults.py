@@ -22,7 +22,7 @@ CHANGES: dict[str, tuple[dict[str, Any], auxin.Method]] = {
     "largest=4": ({}, auxin.Sprout(largest=4.0)),
     "largest=4**9 (unbounded)": ({}, auxin.Sprout(largest=4.0**9)),
     "best_update=True": ({}, auxin.Sprout(best_update=True)),
-    "damping_s=0.1 (not chosen)": ({}, auxin.Sprout(damping_s=0.1)),
+    "damping=0.1 (not chosen)": ({}, auxin.Sprout(damping=0.1)),
     "confirm=1": ({"confirm": 1}, auxin.Sprout()),
     "errors=2": ({"errors": 2.0}, auxin.Sprout()),
     "rho=0.02": ({"rho": 0.02}, auxin.Sprout()),

@@ -283,7 +283,7 @@ def test_report_prints_and_goes_to_json() -> None:
     assert loaded["samples"] == 80
     text = str(report)
     assert "Expressivity bottlenecks on 80 samples" in text
-    assert "1 widths are not offered" in text
+    assert "1 width is not offered" in text
     assert f"{report['2'].bottleneck:.4g}" in text
 
 

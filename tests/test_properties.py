@@ -208,7 +208,8 @@ def check_entries(
     outward = torch.cat([by_neuron(reached[slot.name], slot) for slot in ways_out], dim=1).amax(1)
     live_reader = any(bool(reached[slot.name].any()) for slot in ways_out)
     sizes = gradient_sizes(case, with_random(model, site, sites, growth, "fan_out"), steps=1)
-    least = 1e-9 * max(float(size.max()) for size in sizes.values())  # a bias before a norm has rounding alone
+    # A bias before a norm has rounding alone, and so has everything where the loss has no slope.
+    least = max(1e-9 * max(float(size.max()) for size in sizes.values()), 1e-12)
     for slot in site.slots:
         if slot.name in sizes and slot.role != "fan_out":
             wanted, found = by_neuron(sizes[slot.name], slot) > least, by_neuron(reached[slot.name], slot) > 0
@@ -218,7 +219,8 @@ def check_entries(
     # Where all that a new neuron reads of old ones is dead, it starts with zeros: what it reads of new ones.
     of_old = (sizes[weight.name] > least) & ~new_elsewhere(sizes[weight.name], weight, site, sites, growth)
     inward = by_neuron(reached[weight.name], weight).amax(1)
-    stuck = (by_neuron(of_old, weight).any(1) & (inward == 0) & (outward == 0))[record.width_before :]
+    unread = ~torch.cat([by_neuron(model.get_parameter(slot.name), slot) for slot in ways_out], dim=1).any(1)
+    stuck = (by_neuron(of_old, weight).any(1) & unread & (inward == 0) & (outward == 0))[record.width_before :]
     assert not (live_reader and bool(stuck.any())), f"{site.name}: zero on both sides at {stuck.nonzero().tolist()}"
 
 
@@ -572,8 +574,8 @@ def test_a_layer_that_reads_a_width_of_0_grows() -> None:
 def test_a_feature_too_faint_for_float32_counts_as_dead(method: str) -> None:
     """softplus(-100) is 4e-44, and the best update's weight for it would be infinite."""
     torch.manual_seed(0)
-    body = [nn.Linear(3, 4), nn.Softplus(), nn.Linear(4, 4), nn.Tanh()]
-    case = trained_case(Net(body, [nn.Linear(4, 2)]), torch.randn(8, 3))
+    body = [nn.Linear(3, 4), nn.Softplus(), nn.Linear(4, 3, bias=False), nn.Tanh()]
+    case = trained_case(Net(body, [nn.Linear(3, 2)]), torch.randn(8, 3))
     with torch.no_grad():
         case.model.get_parameter("body.0.bias")[:2] = -100
     growth = case.grow(method=method, neurons=2, amplitude=None)
@@ -581,10 +583,20 @@ def test_a_feature_too_faint_for_float32_counts_as_dead(method: str) -> None:
     assert growth.loss_after <= growth.loss_before + 1e-3
 
 
+def test_gradmax_takes_no_direction_that_is_rounding() -> None:
+    """Cross-entropy over two classes gives gradients on a line: N has rank 1."""
+    torch.manual_seed(0)
+    case = trained_case(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(8, 3))
+    x, y = case.example, torch.randint(0, 2, (8,))
+    growth = auxin.grow(case.model, [(x, y)], F.cross_entropy, method="gradmax", neurons="auto")
+    assert growth["0"].added <= 1
+    assert len(growth["0"].singular_values) == 1
+
+
 def test_sprout_leaves_out_fan_ins_that_read_nothing() -> None:
     """Behind constant inputs the only direction is a bias, which no gradient would ever turn into weights."""
     torch.manual_seed(0)
-    case = trained_case(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.ones(8, 3))
+    case = trained_case(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.zeros(8, 3))
     case.grow(method="sprout", neurons=3, amplitude=None)
     assert bool((case.model[0].weight[4:].norm(dim=1) > 0.1).all())
 

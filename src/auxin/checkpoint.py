@@ -53,6 +53,7 @@ def save(path: _Path, model: nn.Module, history: History | Growth | Sequence[Gro
 
     `history` is a History, or what `grow` returned, or a list of that. Parameters and persistent buffers are stored.
     """
+    target = _path(path)
     model = plain(model)
     tensors, ties = _contents(model)
     events = as_history(history)
@@ -61,7 +62,13 @@ def save(path: _Path, model: nn.Module, history: History | Growth | Sequence[Gro
     formats = {name: str(memory_format(tensor)).removeprefix("torch.") for name, tensor in tensors.items()}
     layout = {"formats": {n: f for n, f in formats.items() if f in _FORMATS}, "ties": ties}
     metadata = {"auxin": FORMAT, "history": events.to_json(), "layout": json.dumps(layout)}
-    _write(Path(path), {name: _storable(tensor) for name, tensor in tensors.items()}, metadata)
+    _write(target, {name: _storable(tensor) for name, tensor in tensors.items()}, metadata)
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError(f"path is {path!r}; accepted: a file name or a Path")
+    return Path(path)
 
 
 def load(path: _Path, seed_model: nn.Module) -> nn.Module:

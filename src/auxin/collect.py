@@ -276,6 +276,8 @@ def forward_backward(model: nn.Module, task: Task, sites: Sequence[Site], kept: 
     check_loss(loss)
     tape.check_inputs()
     gradients = torch.autograd.grad(loss, list(tape.edges.values()), allow_unused=True)
+    if tape.edges and all(gradient is None for gradient in gradients):
+        raise InputError("the loss has no gradient at any layer that could grow: it does not depend on the model")
     v = {}
     for name, gradient in zip(tape.edges, gradients, strict=True):
         found = torch.zeros(tape.shapes[name], device=loss.device) if gradient is None else gradient
@@ -287,7 +289,7 @@ def forward_backward(model: nn.Module, task: Task, sites: Sequence[Site], kept: 
 
 def check_loss(loss: Any) -> None:
     """A loss is a finite scalar tensor with a gradient."""
-    if not torch.is_tensor(loss) or loss.numel() != 1 or loss.is_complex():
+    if not torch.is_tensor(loss) or loss.dim() or loss.is_complex():
         kind = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if torch.is_tensor(loss) else type(loss).__name__
         raise InputError(
             f"the loss is {kind}; accepted: a real scalar tensor, the mean over the batch (reduction='mean')"

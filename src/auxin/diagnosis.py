@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from auxin.collect import Measurement, Stream, one_fold
 from auxin.errors import check_number, unknown
-from auxin.growth import few_rows, measure, psi, resolve_sites
+from auxin.growth import few_rows, fresh_seed, measure, psi, resolve_sites
 from auxin.isolation import isolated
 from auxin.layers import rule_for
 from auxin.linalg import new_neurons
@@ -142,7 +142,8 @@ class Diagnosis:
         for note in self.notes:
             yield f"note: {note}"
         if self.refused:
-            yield f"{len(self.refused)} {'width is' if len(self.refused) == 1 else 'widths are'} not offered; see .refused"
+            widths = "width is" if len(self.refused) == 1 else "widths are"
+            yield f"{len(self.refused)} {widths} not offered; see .refused"
 
 
 def diagnose(
@@ -166,7 +167,7 @@ def diagnose(
     if damping is not None:
         check_number("damping", damping)
     with isolated(target):
-        seed = int(torch.randint(2**31, ()))
+        seed = fresh_seed(target)
         stream = Stream(batches, task, target, seed)
         kept = [stream.first()]
         found = resolve_sites(target, task.inputs(kept[0].batch), sites)

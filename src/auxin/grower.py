@@ -12,7 +12,17 @@ from torch.optim import Optimizer
 
 from auxin.collect import Measurement, Stream, iterated, split_folds, with_held_out
 from auxin.errors import CheckpointError, InputError, ModelChangedError
-from auxin.growth import Request, as_list, measure, planned_growth, psi, resolve_sites, samples_wanted, trainable
+from auxin.growth import (
+    Request,
+    as_list,
+    fresh_seed,
+    measure,
+    planned_growth,
+    psi,
+    resolve_sites,
+    samples_wanted,
+    trainable,
+)
 from auxin.history import Growth, History
 from auxin.isolation import isolated
 from auxin.limits import within_limits
@@ -38,6 +48,14 @@ class State:
     shares: dict[str, float] = field(default_factory=dict)
     narrow: dict[str, int] = field(default_factory=dict)
     baseline: float | None = None
+
+
+def checked(state: State) -> State:
+    """A state whose fields are of the right types; TypeError names one that is not."""
+    for name, kinds in {"calls": int, "idle": int, "waited": int, "shares": dict, "narrow": dict}.items():
+        if not isinstance(getattr(state, name), kinds):
+            raise TypeError(f"{name} is {getattr(state, name)!r}")
+    return state
 
 
 class Grower:
@@ -121,7 +139,7 @@ class Grower:
         try:
             values = dict(state)
             history = History.from_json(values.pop("history"))
-            loaded = copy.deepcopy(State(**values))
+            loaded = checked(copy.deepcopy(State(**values)))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not a state that Grower.state_dict gave: {error}") from error
         self._state, self.history = loaded, history
@@ -198,7 +216,7 @@ class Grower:
         return planned_growth(target, drawn, self.task, replace(request, neurons=cut), self.optimizers)
 
     def _look(self, target: nn.Module, batches: Iterable[Any], others: list[Any] | None) -> tuple[Measurement, Sites]:
-        stream = Stream(batches, self.task, target, int(torch.randint(2**31, ())))
+        stream = Stream(batches, self.task, target, fresh_seed(target))
         kept = [stream.first()]
         self._sites = self._found(target, self.task.inputs(kept[0].batch))
         sites = trainable(target, self._sites, False)

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from auxin.collect import Fold, Measurement, Stream, one_fold, split_folds, with_held_out
+from auxin.costs import parameters
 from auxin.errors import InputError, check_number
 from auxin.history import Growth, Record
 from auxin.isolation import isolated
 from auxin.layers.base import has_bias, weight_of
+from auxin.limits import affordable
 from auxin.linalg import best_update, bottleneck, new_neurons
 from auxin.methods import Method, SiteView, resolve
 from auxin.methods.base import Proposal
@@ -23,8 +25,8 @@ from auxin.moments import consumer_sums, output_variance, site_means
 from auxin.objectives import Task, as_task
 from auxin.optimizers import check as check_optimizers
 from auxin.scale import Entry, enter
-from auxin.select import Budget, Candidates, asked_numbers, chosen_sites, spend
-from auxin.sites import find_sites, verify
+from auxin.select import Budget, Candidates, asked_numbers, chosen_sites
+from auxin.sites import find_sites, prove, verify
 from auxin.statistics import Sums, clamped_samples, estimation_samples
 from auxin.structure import Change, Site, Sites
 from auxin.surgery import apply, changed, plain
@@ -73,10 +75,10 @@ def grow(
     request = Request(resolve(method), neurons, sites, amplitude, samples, held_out, neurons != "auto")
     target, optimizers = plain(model), as_list(optimizer)
     growth, changes = planned_growth(target, batches, as_task(loss), request, optimizers)
-    apply(target, changes, optimizers)
     for record in growth:
-        if record.added < record.asked:
+        if record.added < record.asked:  # said before anything is changed: a warning may be turned into an error
             warnings.warn(f"{record.site}: {'; '.join(record.notes)}", stacklevel=2)
+    apply(target, changes, optimizers)
     return growth
 
 
@@ -136,10 +138,10 @@ def prepare(
     model: nn.Module, batches: Iterable[Any], task: Task, request: Request, optimizers: list[Optimizer]
 ) -> Stage:
     """Draw batches, find sites, measure them together."""
-    seed = int(torch.randint(2**31, ()))
+    seed = fresh_seed(model)
     stream = Stream(batches, task, model, seed)
     kept = [stream.first()]
-    sites = resolve_sites(model, task.inputs(kept[0].batch), request.sites)
+    sites = resolve_sites(model, task.inputs(kept[0].batch), request.sites, proven=True)
     numbers = asked_numbers(sites, request.neurons)
     sites = Sites(tuple(site for site in sites if site.name in numbers), sites.refused)
     check_zero(request, numbers)
@@ -161,17 +163,27 @@ def prepare(
     folds: tuple[Fold, ...] = ("estimate", "held_out") if request.chooses else ("estimate",)
     views = measure(measurement, request.method, generator, folds)
     if isinstance(request.neurons, Budget):
-        numbers = dict(spend([candidates(view) for view in views.values()], request.neurons))
+        numbers = dict(affordable(measurement, [candidates(view) for view in views.values()], request.neurons))
     return Stage(request, measurement, sites, numbers, views, folds, (*notes, *few_rows(measurement, sites)))
 
 
-def resolve_sites(model: nn.Module, example: Any, wanted: Sites | Sequence[str] | None) -> Sites:
-    """Sites found before, checked against the model as it is; else found now."""
+def fresh_seed(model: nn.Module) -> int:
+    """A seed from torch's random state and the model's size.
+
+    The random state is put back after a growth: from it alone, the next growth would draw the same neurons again.
+    """
+    return (int(torch.randint(2**31, ())) + 1_000_003 * parameters(model)) % 2**31
+
+
+def resolve_sites(model: nn.Module, example: Any, wanted: Sites | Sequence[str] | None, proven: bool = False) -> Sites:
+    """Sites found before, checked against the model as it is (and proven anew where asked); else found now."""
     if isinstance(wanted, Sites):
         for site in wanted:
             if site.model is not model:
                 raise InputError(f"site {site.name!r} belongs to another model; call find_sites on this one")
             verify(site)
+        if proven:
+            prove(wanted, example)
         return chosen_sites(wanted, None)
     return chosen_sites(find_sites(model, example), wanted)
 
@@ -218,7 +230,9 @@ def measure(
     if method.statistics != "none":
         consumers = consumer_sums(measurement, folds)
         names = [name for site in measurement.sites for name in site.consumers]
-        updates = {name: prop1(measurement.model, name, consumers[name, "estimate"], method.damping) for name in names}
+        updates = {
+            name: prop1(measurement.model, name, consumers[name, "estimate"], method.update_damping) for name in names
+        }
         producers = site_means(measurement, updates if method.statistics == "projected" else None, folds)
     return {
         site.name: SiteView(

@@ -1,6 +1,6 @@
-"""How much of a growth fits within the sizes that a policy sets."""
+"""How much of a growth fits within the sizes that a policy or a budget sets."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -9,6 +9,7 @@ from auxin.costs import multiply_adds, parameters
 from auxin.features import blank_change
 from auxin.layers.base import has_bias, weight_of
 from auxin.policy import Policy
+from auxin.select import Budget, Candidates, spend
 from auxin.structure import Change, Site, Sites
 from auxin.surgery import changed
 
@@ -38,12 +39,39 @@ def fits(policy: Policy, measurement: Measurement, sites: Sites, numbers: Mappin
     """Whether the model with so many more neurons is within the policy's parameters and multiply-adds."""
     if policy.parameters is None and policy.multiply_adds is None:
         return True
-    changes = [widening(site, numbers[site.name]) for site in sites if numbers.get(site.name)]
-    wider = changed(measurement.model, changes)
-    if policy.parameters is not None and parameters(wider) > policy.parameters:
-        return False
-    example = measurement.task.inputs(measurement.kept[0].batch)
-    return policy.multiply_adds is None or multiply_adds(wider, example) <= policy.multiply_adds
+    wider = costs_with(measurement, list(sites), numbers)
+    limits = policy.parameters, policy.multiply_adds
+    return all(limit is None or cost <= limit for cost, limit in zip(wider, limits, strict=True))
+
+
+def affordable(measurement: Measurement, candidates: Sequence[Candidates], budget: Budget) -> dict[str, int]:
+    """What the budget buys by the ranking, the corners between neurons of neighbouring sites paid for as well."""
+    sites = [candidate.site for candidate in candidates]
+    before = costs_with(measurement, sites, {})
+    limits = budget.parameters, budget.multiply_adds
+
+    def bought(share: float) -> dict[str, int]:
+        scaled = [None if limit is None else int(limit * share) for limit in limits]
+        return spend(candidates, Budget(*scaled))
+
+    def paid(numbers: Mapping[str, int]) -> bool:
+        spent = (now - was for now, was in zip(costs_with(measurement, sites, numbers), before, strict=True))
+        return all(limit is None or cost <= limit for cost, limit in zip(spent, limits, strict=True))
+
+    best, low, high = bought(1.0), 0.0, 1.0
+    if paid(best):
+        return best
+    for _ in range(10):
+        middle = (low + high) / 2
+        numbers = bought(middle)
+        low, high = (middle, high) if paid(numbers) else (low, middle)
+    return bought(low)
+
+
+def costs_with(measurement: Measurement, sites: Sequence[Site], numbers: Mapping[str, int]) -> tuple[int, int]:
+    """Parameters and multiply-adds a sample of the model with so many more neurons."""
+    wider = changed(measurement.model, [widening(site, numbers[site.name]) for site in sites if numbers.get(site.name)])
+    return parameters(wider), multiply_adds(wider, measurement.task.inputs(measurement.kept[0].batch))
 
 
 def widening(site: Site, number: int) -> Change:

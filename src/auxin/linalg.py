@@ -186,14 +186,20 @@ def moved_bottleneck(psi: float, s: Tensor, n: Tensor, alpha: Tensor, omega: Ten
     return psi - gain(s, n, alpha, omega)
 
 
-def gradmax(n: Tensor, count: int, norm: float | None = None) -> tuple[Tensor, Tensor]:
+def gradmax(
+    n: Tensor, count: int, norm: float | None = None, precision: float | None = None
+) -> tuple[Tensor, Tensor]:
     """The fan-out that maximises |N omega| (eq:GradMax), and the singular values of N, which is made with the raw v.
 
     Shapes: `n` (F0, G); omega (K, G), orthonormal, or with `norm` its Frobenius norm. Orthonormal rows are GradMax's
-    answer; under |Omega|^2 <= c alone every neuron would be the first.
+    answer; under |Omega|^2 <= c alone every neuron would be the first. Singular values below max(F0, G) * `precision`
+    times the largest count as zero.
     """
     _, values, right = _svd(n)
-    omega = right[:count]
+    eps = torch.finfo(n.dtype).eps
+    largest = values[:1].sum()
+    values = values[values > max(n.shape) * max(precision or eps, eps) * largest]
+    omega = right[: min(count, len(values))]
     omega = _signed(omega, omega, values).omega
     return omega if norm is None else omega * (norm / math.sqrt(max(len(omega), 1))), values
 

@@ -5,6 +5,7 @@ samples stand behind the average, whether the average can be taken over some of 
 sample for the rules that compare sizes.
 """
 
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -173,12 +174,9 @@ class Objective(Task):
         return self._size(batch) if self._size is not None else first_tensor(batch).shape[0]
 
     def run(self, model: nn.Module, batch: Any) -> Any:
-        """The mean loss, and the scores where they are defined."""
+        """The mean loss, and the model, for scores that are asked for later."""
         with blamed("the objective's fn", "pass one that takes (model, batch) and batches for it"):
-            loss = self.fn(model, batch)
-        with torch.no_grad():
-            scores = None if self.score is None or torch.is_grad_enabled() else self.score(model, batch)
-        return loss, scores
+            return self.fn(model, batch), model
 
     def mean(self, answer: Any, batch: Any, rows: Tensor | None = None) -> Tensor:
         """The loss that `fn` gave."""
@@ -190,7 +188,10 @@ class Objective(Task):
 
     def scores(self, answer: Any, batch: Any, rows: Tensor | None = None) -> Tensor:
         """As `score` says, else the batch's mean loss."""
-        return answer[0].double().reshape(1) if answer[1] is None else answer[1].double().flatten()
+        if self.score is None:
+            return answer[0].double().reshape(1)
+        with torch.no_grad(), blamed("the objective's score", "pass one that takes (model, batch)"):
+            return self.score(answer[1], batch).double().flatten()
 
     def constant_score(self, batches: list[tuple[Any, Any, Tensor | None]], first: float | None = None) -> float:
         """As `baseline` says, else what the model scored when first asked."""
@@ -208,7 +209,8 @@ def as_task(loss: Any) -> Task:
         raise InputError(f"loss is the class {loss.__name__}; pass an instance, {loss.__name__}()")
     if not callable(loss):
         raise InputError(
-            f"loss is a {type(loss).__name__}; accepted: a function loss(output, target) -> scalar tensor, or auxin.Objective(fn)"
+            f"loss is {reprlib.repr(loss)}; accepted: a function loss(output, target) -> scalar tensor, or "
+            "auxin.Objective(fn)"
         )
     return Supervised(loss)
 

@@ -71,7 +71,7 @@ class Trial:
 
 def enter(view: SiteView, proposal: Proposal, before: Sequence[Change], amplitude: float | None) -> Entry:
     """The proposal at the amplitude given, or at the one that lowers the held-out loss most."""
-    proposal, offset_note = shiftable(view, proposal)
+    proposal, offset_note = shiftable(view, behind_norms(view, proposal))
     trial = Trial(view, proposal, tuple(before))
     base = trial.loss(None)
     notes = offset_note
@@ -96,6 +96,25 @@ def enter(view: SiteView, proposal: Proposal, before: Sequence[Change], amplitud
     if not lowers and proposal.count:
         notes = (*notes, "no amplitude lowered the held-out loss: the neurons enter with zero fan-out")
     return Entry(change, gamma, update, predicted(proposal, gamma, update), base - after, lowers, notes)
+
+
+def behind_norms(view: SiteView, proposal: Proposal) -> Proposal:
+    """Behind a norm that brings the tiniest neuron to size 1 the amplitude is that of the fan-out alone.
+
+    There is no linearisation at 0: fan-ins come to the usual norm, and the slope is that of their real features.
+    """
+    if not view.site.normalised or proposal.scaling not in ("sqrt", "both") or proposal.count == 0:
+        return proposal
+    weights = proposal.alpha[:, :-1] if view.constant else proposal.alpha
+    norms = weights.norm(dim=1, keepdim=True)
+    usual = view.producer_rule.usual_norm(view.producer)
+    alpha = torch.where(norms > 0, proposal.alpha * (usual / norms), proposal.alpha)
+    moments, rate = view.feature_moments(alpha), 0.0
+    for name, omega in proposal.omega.items():
+        cross = moments[name, "estimate"].raw_f[:, :-1].unflatten(1, (proposal.count, -1)).transpose(0, 1)
+        rate += float((omega * cross).sum())
+    signed = proposal.signed or rate + (proposal.rate_update or 0.0) <= 0
+    return replace(proposal, alpha=alpha, scaling="fan_out", rate_neurons=rate, offset={}, signed=signed)
 
 
 def predicted(proposal: Proposal, gamma: float, update: float) -> float | None:

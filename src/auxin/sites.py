@@ -50,6 +50,18 @@ def find_sites(model: nn.Module, example: Any) -> Sites:
     return Sites(tuple(offered), tuple(Refusal(name, reasons[name]) for name in order))
 
 
+def prove(sites: Sites, example: Any) -> None:
+    """Raise `ModelChangedError` unless widening a copy at sites found before still keeps the output."""
+    if not sites:
+        return
+    model = sites[0].model
+    with _quietly(model):
+        proof = Proof.of(model, partial(_run, _few(example)[0]))
+        reason = proof.failure(list(sites)) if proof.base else None
+    if reason is not None:
+        raise ModelChangedError(f"the sites no longer hold ({reason}); the model was changed: call find_sites again")
+
+
 def verify(site: Site) -> None:
     """Raise `ModelChangedError` unless the model's modules, tensors and attributes still fit `site`."""
     kinds = _kinds(site.model)

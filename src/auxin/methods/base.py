@@ -194,7 +194,7 @@ class Method(ABC):
         return False
 
     @property
-    def damping(self) -> float:
+    def update_damping(self) -> float:
         """What the best update's Gram matrix is damped with."""
         return 0.0
 

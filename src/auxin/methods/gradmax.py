@@ -50,7 +50,7 @@ class GradMax(Method):
         """The first `count` right singular vectors of N; for "auto" those that gain on the held-out fold."""
         n = view.n()
         most = min(n.shape)
-        omega, values = gradmax(n, most if count == "auto" else min(count, most))
+        omega, values = gradmax(n, most if count == "auto" else min(count, most), precision=view.precision)
         notes: tuple[str, ...] = ()
         if count != "auto" and len(omega) < count:
             notes = (f"asked for {count} neurons, and there are {len(omega)} directions (the rank of N): added those",)

@@ -37,15 +37,15 @@ class Sprout(Method):
     rescale: consumers behind a batch norm keep the norms of their filters, and so their effective learning rate.
     """
 
-    damping_s: float | None = None
+    damping: float | None = None
     best_update: bool = False
     rescale: bool = True
     largest: float = 1.0
     name = "sprout"
 
     def __post_init__(self) -> None:
-        if self.damping_s is not None:
-            check_number("damping_s", self.damping_s)
+        if self.damping is not None:
+            check_number("damping", self.damping)
         check_number("largest", self.largest)
 
     @property
@@ -64,7 +64,7 @@ class Sprout(Method):
         return self.best_update
 
     @property
-    def damping(self) -> float:
+    def update_damping(self) -> float:
         """The best update's Gram matrix is damped mildly: its move is noise where inputs barely vary."""
         return 0.01
 
@@ -95,7 +95,7 @@ class Sprout(Method):
     def _directions(self, view: SiteView, count: Choice) -> tuple[Tensor, Tensor, Tensor]:
         """The neurons whose move gains most on the held-out fold, over the dampings."""
         wanted = None if count == "auto" else count
-        tried = [self.damping_s] if self.damping_s is not None else DAMPINGS if "held_out" in view.folds else [USUAL]
+        tried = [self.damping] if self.damping is not None else DAMPINGS if "held_out" in view.folds else [USUAL]
         found = [
             new_neurons(view.s(), view.n(), wanted, damping, view.constant, precision=view.precision)
             for damping in tried

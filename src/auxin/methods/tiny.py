@@ -58,6 +58,11 @@ class Tiny(Method):
         return "projected" if self.projection else "raw"
 
     @property
+    def update_damping(self) -> float:
+        """The same as of S."""
+        return self.damping
+
+    @property
     def searches(self) -> bool:
         """Unless the norm is fixed, or nothing would move the output."""
         return self.normalisation != "fixed" and (self.zero is None or self.best_update)
