@@ -186,9 +186,7 @@ def moved_bottleneck(psi: float, s: Tensor, n: Tensor, alpha: Tensor, omega: Ten
     return psi - gain(s, n, alpha, omega)
 
 
-def gradmax(
-    n: Tensor, count: int, norm: float | None = None, precision: float | None = None
-) -> tuple[Tensor, Tensor]:
+def gradmax(n: Tensor, count: int, norm: float | None = None, precision: float | None = None) -> tuple[Tensor, Tensor]:
     """The fan-out that maximises |N omega| (eq:GradMax), and the singular values of N, which is made with the raw v.
 
     Shapes: `n` (F0, G); omega (K, G), orthonormal, or with `norm` its Frobenius norm. Orthonormal rows are GradMax's
