@@ -578,6 +578,7 @@ def test_a_feature_too_faint_for_float32_counts_as_dead(method: str) -> None:
     case = trained_case(Net(body, [nn.Linear(3, 2)]), torch.randn(8, 3))
     with torch.no_grad():
         case.model.get_parameter("body.0.bias")[:2] = -100
+        case.model.get_parameter("body.0.weight")[:2] = 0
     growth = case.grow(method=method, neurons=2, amplitude=None)
     assert all(bool(torch.isfinite(tensor).all()) for _, tensor in tensors_of(case.model))
     assert growth.loss_after <= growth.loss_before + 1e-3

@@ -2,7 +2,7 @@
 
 from auxin.checkpoint import load, save
 from auxin.costs import multiply_adds, parameters
-from auxin.diagnosis import Diagnosis, diagnose
+from auxin.diagnosis import Diagnosis, Row, diagnose
 from auxin.errors import AuxinError, StaleGraphError
 from auxin.grower import Grower
 from auxin.growth import grow
@@ -30,6 +30,7 @@ __all__ = [
     "Proposal",
     "Random",
     "Record",
+    "Row",
     "Site",
     "Sites",
     "Sprout",
