@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import auxin
 
-STEPS, OPPORTUNITIES, BATCH, RATE, CAP, HELD = 8000, 40, 64, 0.01, 256, 0.1
+STEPS, OPPORTUNITIES, BATCH, RATE, CAP, HELD = 16000, 40, 64, 0.01, 256, 0.1
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

@@ -356,9 +356,10 @@ def formatted(draw: st.DrawFn, model: nn.Module, x: Tensor) -> tuple[nn.Module, 
     halves = [torch.bfloat16] if x.dim() < 5 else []  # torch pools no volumes in bfloat16
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, *halves]))
     memory = torch.contiguous_format
-    # A forward pass of torch 2.13 in channels_last alone crashes on some strides with dilations.
+    # In channels_last, torch 2.13 crashes on some strides with dilations, and is wrong on some strides in 3 dimensions.
     convolutions = [m for m in model.modules() if isinstance(m, tuple(CONVOLUTIONS.values()))]
-    if all(max(m.stride) == 1 or max(m.dilation) == 1 for m in convolutions) and draw(st.booleans()):
+    sound = all(max(m.stride) == 1 or (max(m.dilation) == 1 and x.dim() < 5) for m in convolutions)
+    if sound and draw(st.booleans()):
         memory = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), memory)
     return model.to(dtype, memory_format=memory).train(draw(st.booleans())), x.to(dtype, memory_format=memory)
 
