@@ -269,7 +269,7 @@ def test_sprout_refits_the_fan_out_on_real_features() -> None:
     variances = torch.diag(phi.var(0, unbiased=False))
     fits = [cross @ torch.linalg.inv(gram + damping * variances) for damping in (0.001, 0.01, 0.1, 1.0)]
     distances = [float((fit[:, :-1].T - case.fan_out).norm() / fit.norm()) for fit in fits]
-    assert min(distances) < 1e-6
+    assert min(distances) < 1e-5
     fit = fits[distances.index(min(distances))]
     close(case.moved[:, -1], fit[:, -1], 1e-6)
     close(case.moved[:, :-1], torch.zeros_like(case.moved[:, :-1]))

@@ -118,3 +118,16 @@ def test_growth_and_sites_print_as_tables() -> None:
     assert "4 → 6" in str(auxin.grow(model, data(), cross_entropy, neurons=2))
     with pytest.raises(UnknownNameError, match="it was refused: it is the width of the model's output"):
         sites["2"]
+
+
+def test_features_next_to_nothing_take_no_huge_fan_out() -> None:
+    for seed in (48, 109, 139):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Linear(2, 5, bias=False), nn.Sigmoid(), nn.Linear(5, 1, bias=False), nn.ReLU(), nn.Dropout(0.3),
+            nn.Linear(1, 3, bias=False),
+        )  # fmt: skip
+        batch = [(100 + torch.randn(12, 2), torch.randn(12, 3))]
+        growth = auxin.grow(model, batch, F.smooth_l1_loss, neurons=1)
+        assert max(float(p.detach().abs().max()) for p in model.parameters()) < 1e6
+        assert auxin.History.from_json(auxin.History([growth]).to_json()) == auxin.History([growth])

@@ -238,6 +238,8 @@ def check_alive(case: Case, model: nn.Module, site: Site, sites: dict[str, Site]
         return  # their scale has no bound, and so they may saturate
     if case.far and (method != "sprout" or model.get_submodule(site.name).bias is None):
         return  # nobody centres the fan-in
+    if method == "gradmax" and site.normalised:
+        return  # beside a fan-in of next to nothing, the norm's own bias decides where the neuron starts
     record = growth[site.name]
     linked = with_random(model, site, sites, growth, "fan_out")
     name = next(slot.name for slot in site.slots if slot.role == "fan_in")
@@ -403,8 +405,8 @@ def scales_of(
 
 
 def never_moved(state: dict[str, Tensor]) -> bool:
-    """Whether no step ever changed what an optimizer keeps."""
-    return not any(bool(value.any()) for key, value in state.items() if key not in ("step", "mu_product"))
+    """Whether every second moment is 0."""
+    return not any(bool(value.any()) for key, value in state.items() if DEGREES.get(key) == -2)
 
 
 def is_channels_last(tensor: Tensor) -> bool:
@@ -592,6 +594,15 @@ def test_gradmax_takes_no_direction_that_is_rounding() -> None:
     growth = auxin.grow(case.model, [(x, y)], F.cross_entropy, method="gradmax", neurons="auto")
     assert growth["0"].added <= 1
     assert len(growth["0"].singular_values) == 1
+
+
+def test_a_model_whose_output_is_rounding_has_its_sites() -> None:
+    """Batch norms bring what is left of constant inputs to 1e-15, and a wider model rounds otherwise."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(1, 3, bias=False), nn.BatchNorm1d(3), nn.LeakyReLU(), nn.Linear(3, 3, bias=False)]
+    layers += [nn.LeakyReLU(), nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3, affine=False), nn.LeakyReLU()]
+    model = nn.Sequential(*layers, nn.Linear(3, 3, bias=False))
+    assert len(auxin.find_sites(model, torch.zeros(5, 1))) == 3
 
 
 def test_sprout_leaves_out_fan_ins_that_read_nothing() -> None:

@@ -231,7 +231,8 @@ def probe_step(measurement: Measurement, site: Site, alpha: Tensor) -> Tensor:
         activity = rule.response(producer, alpha.to(torch.promote_types(dtype, torch.float32)), inputs)
         largest = torch.maximum(largest, rule.output_rows(activity).abs().amax(0).to(largest))
     size = {torch.float64: 1e-4, torch.float32: 1e-2}.get(dtype, 0.25)
-    return size / largest
+    # behind dead layers pre-activations are 0 or next to it: any step is as good, but for one that overflows
+    return torch.where(largest > 1e-12 * alpha.norm(dim=1), size / largest, torch.ones_like(largest))
 
 
 def _probe_sums(

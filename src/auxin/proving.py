@@ -21,6 +21,9 @@ NEURONS = 3
 DOUBLE_LIMIT = 2**28
 """Models of more entries than this are not copied in float64."""
 
+FAINTEST = 1e-8
+"""Changes of an output that is smaller than this are seen beside this: such outputs may be rounding and no more."""
+
 _TOLERANCE = {torch.float64: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _FLOAT32_TOLERANCE = 1e-4
 _DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout"
@@ -200,7 +203,7 @@ def _relative(before: Tensor, after: Tensor) -> float:
     if not torch.equal(finite, b.isfinite()):
         return float("inf")
     a, b = a[finite], b[finite]
-    return float((a - b).abs().max() / a.abs().max().clamp(min=1e-30)) if a.numel() else 0.0
+    return float((a - b).abs().max() / a.abs().max().clamp(min=FAINTEST)) if a.numel() else 0.0
 
 
 def _comparable(tensor: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from auxin.collect import Fold
 from auxin.errors import check_number
+from auxin.features import FeatureMoments
 from auxin.layers.base import has_bias
 from auxin.linalg import new_neurons, refit
 from auxin.methods.base import (
@@ -22,6 +24,10 @@ DAMPINGS = (0.001, 0.01, 0.1, 1.0)
 USUAL = 0.1
 """The damping where nothing is held out to choose it on."""
 
+FAINT = 1e-6
+"""Mean square of a feature over that of its pre-activation, below which a refit gives it next to no fan-out."""
+LEAST_SQUARE = 1e-10
+"""Mean square below which any feature is taken for dead: behind sigmoids far below 0 fan-outs of 1e20 were seen."""
 REACH = 2.0
 LEAST_REACH = 0.1
 """How far the mean pre-activation may be from 0: in standard deviations, plus a share of the norm of the weights."""
@@ -166,7 +172,7 @@ def refitted(view: SiteView, proposal: Proposal) -> Proposal:
     for name, reading in zip(view.site.consumers, view.site.readings, strict=True):
         module = view.measurement.model.get_submodule(name)
         shifts = has_bias(module) or reading.norm is not None
-        fit = best_refit(view, name, moments, shifts)
+        fit = best_refit(view, name, moments, shifts, faintest(view, proposal.alpha, view.shape(name)[1]))
         rate += float((fit * moments[name, "estimate"].raw_f[:, : fit.shape[1]]).sum())
         outputs, offsets = view.shape(name)
         omega[name] = fit[:, : proposal.count * offsets].reshape(outputs, -1, offsets).transpose(0, 1)
@@ -182,12 +188,24 @@ def refitted(view: SiteView, proposal: Proposal) -> Proposal:
     )
 
 
-def best_refit(view: SiteView, name: str, moments: dict, intercept: bool) -> Tensor:  # type: ignore[type-arg]
+def faintest(view: SiteView, alpha: Tensor, offsets: int) -> Tensor:
+    """The mean square below which a feature counts for nothing, (K * O,): against its pre-activation, or at all."""
+    squares = ((alpha @ view.s()) * alpha).sum(1).clamp(min=0)
+    return (FAINT * squares + LEAST_SQUARE).repeat_interleave(offsets)
+
+
+def best_refit(
+    view: SiteView,
+    name: str,
+    moments: dict[tuple[str, Fold], FeatureMoments],
+    intercept: bool,
+    floor: Tensor,
+) -> Tensor:
     """(M, K * O) and, with an intercept, one more column."""
     size = None if intercept else -1
     estimate = moments[name, "estimate"]
     f_f, v_f = estimate.f_f[:size, :size], estimate.v_f[:, :size]
-    tried = [refit(ridged(f_f, damping, intercept), v_f, 0.0, intercept) for damping in DAMPINGS]
+    tried = [refit(ridged(f_f, damping, floor), v_f, 0.0, intercept) for damping in DAMPINGS]
     if (name, "held_out") not in moments:
         return tried[DAMPINGS.index(USUAL)]
     held = moments[name, "held_out"]
@@ -197,13 +215,13 @@ def best_refit(view: SiteView, name: str, moments: dict, intercept: bool) -> Ten
     return tried[gains.index(max(gains))]
 
 
-def ridged(f_f: Tensor, damping: float, constant: bool) -> Tensor:
-    """E[phi phi^T] with each feature's own mean square, times the damping, added to its diagonal; not the constant's.
+def ridged(f_f: Tensor, damping: float, floor: Tensor) -> Tensor:
+    """E[phi phi^T] with each feature's own mean square, times the damping, and its floor added to the diagonal.
 
     A feature that is nearly constant would otherwise take a huge fan-out, and an intercept as huge against it, for
-    what little it varies: both are out of tune as soon as the layers before it move.
+    what little it varies: both are out of tune as soon as the layers before it move. So would one that is nearly zero
+    (a sigmoid far below 0). A constant at the end is left alone.
     """
-    ridge = f_f.diagonal() * damping
-    if constant:
-        ridge = torch.cat([ridge[:-1], ridge.new_zeros(1)])
+    ridge = f_f.new_zeros(len(f_f))
+    ridge[: len(floor)] = f_f.diagonal()[: len(floor)] * damping + floor
     return f_f + torch.diag(ridge)
